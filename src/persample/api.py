@@ -1,0 +1,125 @@
+"""The verbs of persample."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import overload
+
+import torch
+from torch import Tensor, nn
+
+from .factors import Factor
+from .graph.capture import capture
+from .params import Params, named, pack
+
+Buffers = Mapping[str, Tensor] | Sequence[Tensor]
+
+
+@overload
+def grad(
+    losses: Tensor,
+    params: nn.Module | Mapping[str, Tensor],
+    *,
+    out: Buffers | None = None,
+    retain_graph: bool = False,
+    independent: bool = False,
+) -> dict[str, Tensor]: ...
+@overload
+def grad(
+    losses: Tensor,
+    params: Sequence[Tensor],
+    *,
+    out: Buffers | None = None,
+    retain_graph: bool = False,
+    independent: bool = False,
+) -> tuple[Tensor, ...]: ...
+def grad(
+    losses: Tensor,
+    params: Params,
+    *,
+    out: Buffers | None = None,
+    retain_graph: bool = False,
+    independent: bool = False,
+) -> dict[str, Tensor] | tuple[Tensor, ...]:
+    """The gradient of every single loss with respect to every parameter.
+
+    ``grad(losses, params)[name][i]`` is ``torch.autograd.grad(losses[i], params[name])``.
+
+    >>> import torch, persample as ps
+    >>> model = torch.nn.Linear(3, 2)
+    >>> losses = model(torch.ones(5, 3)).square().sum(1)
+    >>> g = ps.grad(losses, model)
+    >>> {name: tuple(value.shape) for name, value in g.items()}
+    {'weight': (5, 2, 3), 'bias': (5, 2)}
+
+    Args:
+        losses: one loss per sample, of shape (B,), with its graph.
+        params: an ``nn.Module`` (its trainable parameters), a mapping from names to leaf tensors, or a sequence of them.
+        out: buffers from an earlier call, to be written again instead of allocating new ones.
+        retain_graph: keep the graph for another backward, as in ``torch.autograd.grad``.
+        independent: raise ``InteractionError`` if one sample's loss is seen to depend on another sample.
+
+    Returns:
+        (B, *shape) per parameter: a dict for a module or a mapping, a tuple for a sequence. Parameters that the
+        losses do not reach get zeros; frozen ones are left out of a dict.
+    """
+    tensors = named(params)
+    factors = _capture(losses, tensors, retain_graph=retain_graph, independent=independent)
+    buffers = _buffers(out, tensors, len(losses))
+    results = {name: _stack(factors[name], p, len(losses), buffers.get(name)) for name, p in tensors.items()}
+    return pack(params, results)
+
+
+def _capture(
+    losses: Tensor, params: Mapping[str, Tensor], *, retain_graph: bool, independent: bool
+) -> dict[str, Factor | None]:
+    """Capture with the checks and errors of the public boundary."""
+    check_losses(losses)
+    if len(losses) == 0:
+        return dict.fromkeys(params)
+    return capture(losses, params, retain_graph=retain_graph, independent=independent)
+
+
+def check_losses(losses: Tensor) -> None:
+    """Refuse what is not one differentiable loss per sample."""
+    remedy = "compute one loss per sample, e.g. with reduction='none' and a mean over all dims but the first"
+    if not isinstance(losses, Tensor):
+        raise TypeError(f"losses must be a tensor of shape (B,), not {type(losses).__name__}: {remedy}")
+    if losses.ndim != 1:
+        raise ValueError(f"losses must have shape (B,), but have shape {tuple(losses.shape)}: {remedy}")
+    if not losses.is_floating_point():
+        raise ValueError(f"losses must be real floating-point numbers, but have dtype {losses.dtype}")
+    if not losses.requires_grad:
+        raise RuntimeError(
+            f"losses of shape {tuple(losses.shape)} have no graph: compute them with gradients enabled (no torch.no_grad, "
+            f"no .detach()) from parameters that require grad"
+        )
+
+
+def _buffers(out: Buffers | None, params: Mapping[str, Tensor], batch: int) -> dict[str, Tensor]:
+    """``out`` by parameter name, checked."""
+    if out is None:
+        return {}
+    given = dict(out) if isinstance(out, Mapping) else {str(i): t for i, t in enumerate(out)}
+    if set(given) != set(params):
+        raise ValueError(f"out must hold one buffer per parameter: expected {sorted(params)}, got {sorted(given)}")
+    for name, buffer in given.items():
+        p = params[name]
+        expected = (batch, *p.shape)
+        if tuple(buffer.shape) != expected or buffer.dtype != p.dtype or buffer.device != p.device:
+            raise ValueError(
+                f"out[{name!r}] must be {expected} {p.dtype} on {p.device}, "
+                f"but is {tuple(buffer.shape)} {buffer.dtype} on {buffer.device}"
+            )
+    return given
+
+
+def _stack(factor: Factor | None, p: Tensor, batch: int, out: Tensor | None) -> Tensor:
+    """(B, *shape) of one parameter, in its own dtype."""
+    with torch.no_grad():
+        if factor is None:
+            return torch.zeros((batch, *p.shape), dtype=p.dtype, device=p.device) if out is None else out.zero_()
+        if out is not None:
+            return factor.stack(out)
+        result = factor.stack()
+        return result if result.dtype == p.dtype else result.to(p.dtype)

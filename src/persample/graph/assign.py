@@ -1,0 +1,121 @@
+"""Finding the samples: a layout for every cotangent of the tape, from the losses down."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from .flows import FLOWS
+from .flows.registry import whole
+from .invoke import is_python
+from .layout import Block, Layout, join
+from .probe import probe_node, probe_slots
+from .site import Fate, Flow, Site
+from .tape import Slot, Tape, is_leaf
+
+
+@dataclass(slots=True)
+class Map:
+    """Where every sample lies.
+
+    A node is *separable* when all its cotangents are, otherwise *batched*: B cotangents have to be pulled through it.
+    Whatever lies below a batched node is batched, too.
+    """
+
+    batch: int
+    sites: dict[Node, Site] = field(default_factory=dict)
+    cotangents: dict[Slot, Layout | Flow] = field(default_factory=dict)
+    flows: dict[tuple[Node, int], Fate] = field(default_factory=dict)  # outputs of separable nodes
+    batched: set[Node] = field(default_factory=set)
+    probed: set[Node] = field(default_factory=set)  # nodes whose data had to be asked
+
+    def layouts(self, node: Node) -> list[Layout | None]:
+        """The layouts of a separable node's cotangents."""
+        found = []
+        for nr in range(len(self.sites[node].shapes)):
+            state = self.cotangents.get((node, nr))
+            assert not isinstance(state, Flow)
+            found.append(state)
+        return found
+
+
+def assign(tape: Tape, losses: Tensor) -> Map:
+    """Follow the samples through the whole tape."""
+    return _Assignment(tape, losses).run()
+
+
+class _Assignment:
+    """The state of one pass over the tape."""
+
+    def __init__(self, tape: Tape, losses: Tensor) -> None:
+        self.tape, self.losses = tape, losses
+        self.map = Map(len(losses))
+        self.map.cotangents[tape.root] = Block(len(losses), 1)
+        self.forced: dict[Slot, Fate] | None = None  # what a real backward showed below custom nodes
+
+    def run(self) -> Map:
+        cotangents, batched = self.map.cotangents, self.map.batched
+        for node in self.tape.order:
+            site = self.map.sites[node] = Site(self.tape, node)
+            states = [cotangents.get((node, nr)) for nr in range(len(site.shapes))]
+            if any(isinstance(state, Flow) for state in states):
+                batched.add(node)
+                for _, slot in site.targets():
+                    cotangents[slot] = Flow.SHARED
+            elif not is_leaf(node) and any(state is not None for state in states):
+                self._flow(site, states)  # type: ignore[arg-type]
+        return self.map
+
+    def _flow(self, site: Site, layouts: Sequence[Layout | None]) -> None:
+        """Send the layouts of a separable node on to its outputs."""
+        asked: list[Fate] | None = None
+        for k, slot in site.targets():
+            fate: Fate = whole(layouts, len(self.tape.shape(slot)))
+            if fate is None:
+                fate = self._by_rule(site, k, layouts)
+            if fate is Flow.PROBE:
+                self.map.probed.add(site.node)
+                if site.is_weight(k):
+                    fate = Flow.SHARED
+                elif is_python(site.node):
+                    fate = self._by_backward()[slot]
+                else:
+                    asked = asked or probe_node(site, layouts, self.map.batch)
+                    fate = asked[k]
+            self.map.flows[site.node, k] = fate
+            self._merge(slot, fate)
+
+    def _by_rule(self, site: Site, k: int, layouts: Sequence[Layout | None]) -> Fate:
+        rule = FLOWS.get(site.name)
+        if rule is None or is_python(site.node):
+            return Flow.PROBE
+        return rule(site, k, layouts)
+
+    def _by_backward(self) -> dict[Slot, Fate]:
+        """What lies below custom nodes, asked once for all of them."""
+        if self.forced is None:
+            slots = {
+                slot
+                for node in self.tape.order
+                if is_python(node)
+                for slot in self.tape.edges[node]
+                if slot is not None and not is_leaf(slot[0])
+            }
+            self.forced = probe_slots(self.tape, self.losses, list(slots))
+        return self.forced
+
+    def _merge(self, slot: Slot, fate: Fate) -> None:
+        """Add one more contribution to a cotangent."""
+        if fate is None:
+            return
+        before = self.map.cotangents.get(slot)
+        if before is None:
+            self.map.cotangents[slot] = fate
+        elif isinstance(before, Flow) or isinstance(fate, Flow):
+            both = (before, fate)
+            self.map.cotangents[slot] = Flow.MIXED if Flow.MIXED in both else Flow.SHARED
+        else:
+            self.map.cotangents[slot] = join(before, fate, self.tape.shape(slot)) or Flow.MIXED

@@ -1,0 +1,159 @@
+"""Views, permutations and reductions: dims move, merge, split or come back."""
+
+from __future__ import annotations
+
+import torch
+
+from ..layout import NOBODY, Labels, Layout, Shape, carry, labels, reshape, sample_dims, simplify
+from ..site import Fate, Flow, Site
+from .registry import Layouts, flow, keep, only
+
+
+@flow("View UnsafeView ReshapeAlias Squeeze Unsqueeze ReshapeCopy MkldnnReshape")
+def view(site: Site, k: int, layouts: Layouts) -> Fate:
+    """The order of elements is the same, only the dims are counted otherwise."""
+    return reshape(only(layouts), site.shapes[0], site.target(k))
+
+
+@flow("T Transpose")
+def transpose(site: Site, k: int, layouts: Layouts) -> Fate:
+    """Two dims change places."""
+    n = len(site.shapes[0])
+    dims = list(range(n))
+    if n >= 2:
+        a, b = (site.number("dim0") % n, site.number("dim1") % n) if site.name == "Transpose" else (0, 1)
+        dims[a], dims[b] = b, a
+    return keep(only(layouts), site.shapes[0], site.target(k), dims)
+
+
+@flow("Permute")
+def permute(site: Site, k: int, layouts: Layouts) -> Fate:
+    """Output dim d was input dim dims[d]."""
+    return keep(only(layouts), site.shapes[0], site.target(k), site.dims("dims", len(site.shapes[0])))
+
+
+@flow("ViewAsReal ViewAsComplex")
+def view_as(site: Site, k: int, layouts: Layouts) -> Fate:
+    """A last dim of two numbers appears or goes."""
+    shape, target = site.shapes[0], site.target(k)
+    n = min(len(shape), len(target))
+    return keep(only(layouts), shape, target, [d if d < n else None for d in range(len(shape))])
+
+
+@flow(
+    "Sum Mean Nansum Prod Amax Amin Max Min Median Nanmedian Kthvalue Mode Logsumexp LinalgVectorNorm Norm Var Std"
+    " VarMean StdMean Aminmax"
+)
+def reduction(site: Site, k: int, layouts: Layouts) -> Fate:
+    """The reduced dims come back: every fibre along them belongs to the sample of its result."""
+    live = [(shape, layout) for shape, layout in zip(site.shapes, layouts, strict=True) if layout is not None]
+    target = site.target(k)
+    fates = [_unreduce(site, layout, shape, target) for shape, layout in live]
+    if any(fate is None for fate in fates):
+        return Flow.PROBE
+    return fates[0] if all(fate == fates[0] for fate in fates) else Flow.PROBE
+
+
+def _unreduce(site: Site, layout: Layout, shape: Shape, target: Shape) -> Layout | None:
+    if len(shape) == len(target):
+        return carry(layout, shape, target, range(len(shape)))
+    reduced = site.dims("dim", len(target)) if site.has("dim") else range(len(target))
+    return carry(layout, shape, target, [d for d in range(len(target)) if d not in reduced])
+
+
+@flow("Slice Select")
+def section(site: Site, k: int, layouts: Layouts) -> Fate:
+    """Part of one dim: the rest of it belongs to nobody."""
+    layout, shape, target = only(layouts), site.shapes[0], site.target(k)
+    dim = site.number("dim") % len(target)
+    if site.name == "Select":
+        picked = labels(layout, shape).unsqueeze(dim)
+        to_dims: list[int | None] = [d + (d >= dim) for d in range(len(shape))]
+        where = slice(site.number("index") % target[dim], None)
+        where = slice(where.start, where.start + 1)
+    else:
+        picked = labels(layout, shape)
+        to_dims = [None if d == dim else d for d in range(len(shape))]
+        start, end = site.value("start"), site.value("end")
+        where = slice(start and site.number("start"), end and min(site.number("end"), target[dim]), site.number("step"))
+    found = carry(layout, shape, target, to_dims)
+    if found is not None and sample_dims(layout, shape):
+        return found
+    sizes = list(torch.broadcast_shapes(tuple(picked.shape), tuple(1 for _ in target)))
+    sizes[dim] = target[dim]
+    index = picked.new_full(sizes, NOBODY)
+    index.narrow(dim, 0, target[dim])[(slice(None),) * dim + (where,)] = picked
+    return simplify(index, target, layout.batch)
+
+
+@flow("Split UnsafeSplit SplitWithSizes UnsafeSplitWithSizes Unbind")
+def pieces(site: Site, k: int, layouts: Layouts) -> Fate:
+    """Put the pieces of one dim together again."""
+    target = site.target(k)
+    dim = site.number("dim") % len(target)
+    unbind = site.name == "Unbind"
+    live = [(s, lay) for s, lay in zip(site.shapes, layouts, strict=True) if lay is not None]
+    to_dims = [d + (unbind and d >= dim) if d != dim or unbind else None for d in range(len(site.shapes[0]))]
+    moved = [carry(lay, s, target, to_dims) if sample_dims(lay, s) else None for s, lay in live]
+    if moved and moved[0] is not None and all(m == moved[0] for m in moved):
+        return moved[0]
+    batch = live[0][1].batch
+    parts = []
+    for shape, layout in zip(site.shapes, layouts, strict=True):
+        one = torch.full([1] * len(shape), NOBODY) if layout is None else labels(layout, shape)
+        one = one.unsqueeze(dim) if unbind else one
+        size = 1 if unbind else shape[dim]
+        parts.append(one.expand([size if d == dim else n for d, n in enumerate(one.shape)]))
+    sizes = torch.broadcast_shapes(*[p.narrow(dim, 0, 1).shape for p in parts if p.shape[dim]])
+    parts = [p.expand([p.shape[dim] if d == dim else n for d, n in enumerate(sizes)]) for p in parts]
+    return simplify(torch.cat(parts, dim), target, batch)
+
+
+@flow("Stack")
+def stacked(site: Site, k: int, layouts: Layouts) -> Fate:
+    """Operand k is slice k of the new dim."""
+    layout, shape, target = only(layouts), site.shapes[0], site.target(k)
+    dim = site.number("dim") % len(shape)
+    found = carry(layout, shape, target, [None if d == dim else d - (d > dim) for d in range(len(shape))])
+    if found is not None:
+        return found
+    index = labels(layout, shape)
+    index = index.select(dim, k if index.shape[dim] > 1 else 0)
+    return Labels(layout.batch, index) if index.numel() == 1 else simplify(index, target, layout.batch)
+
+
+@flow("Cat")
+def concatenated(site: Site, k: int, layouts: Layouts) -> Fate:
+    """Operand k is a section of one dim; which one is known by sizes when all operands are."""
+    layout, shape = only(layouts), site.shapes[0]
+    dim = site.number("dim") % len(shape)
+    found = carry(layout, shape, site.target(k), [None if d == dim else d for d in range(len(shape))])
+    if found is not None:
+        return found
+    if any(slot is None for slot in site.edges[: k + 1]):
+        return Flow.PROBE
+    start = sum(site.target(j)[dim] for j in range(k))
+    return simplify(labels(layout, shape).narrow(dim, start, site.target(k)[dim]), site.target(k), layout.batch)
+
+
+@flow("Repeat Flip Roll ConstantPadNd Unfold Diagonal DiagEmbed Trace Rot90")
+def rearranged(site: Site, k: int, layouts: Layouts) -> Fate:
+    """One or more dims are rearranged or resized; the others are left alone."""
+    layout, shape, target = only(layouts), site.shapes[0], site.target(k)
+    n = len(shape)
+    if site.name in ("Flip", "Roll"):
+        moved = site.dims("dims", n)
+        return keep(layout, shape, target, [None if d in moved else d for d in range(n)])
+    if site.name == "Unfold":
+        moved = (site.number("dimension") % len(target),)
+        return keep(layout, shape, target, [None if d in moved or d == n - 1 else d for d in range(n)])
+    if site.name == "ConstantPadNd":
+        pad = site.numbers("pad")
+        padded = [n - 1 - j for j in range(len(pad) // 2) if pad[2 * j] or pad[2 * j + 1]]
+        return keep(layout, shape, target, [None if d in padded else d for d in range(n)])
+    if site.name == "Repeat":
+        repeats, offset = site.numbers("repeats"), n - len(target)
+        return keep(
+            layout, shape, target, [d - offset if d >= offset and repeats[d] == 1 else None for d in range(n)]
+        )
+    return Flow.PROBE

@@ -1,0 +1,55 @@
+"""Calling one graph node by hand, outside of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
+
+from .layout import Shape
+from .tape import Slot
+
+
+def is_python(node: Node) -> bool:
+    """A custom ``autograd.Function`` or a compiled region: its backward may be anything."""
+    return isinstance(node, BackwardCFunction) or "CppNode" in node.name()
+
+
+def call(node: Node, cotangents: Sequence[Tensor | None], edges: Sequence[Slot | None]) -> list[Tensor | None]:
+    """A node's outputs for these cotangents, one per edge, not yet summed over broadcast dims."""
+    with torch.no_grad():
+        if isinstance(node, BackwardCFunction):
+            return _call_python(node, cotangents, len(edges))
+        result = node(*cotangents)
+    return [result] if isinstance(result, Tensor) or result is None else list(result)
+
+
+def _call_python(node: Any, cotangents: Sequence[Tensor | None], count: int) -> list[Tensor | None]:
+    """A Python node returns one value per forward argument; its edges are the tensor arguments that need one."""
+    metadata = node._input_metadata
+    filled = [
+        torch.zeros(m.shape, dtype=m.dtype, device=m.device) if g is None else g
+        for g, m in zip(cotangents, metadata, strict=True)
+    ]
+    result = node.apply(*filled)
+    values = [result] if isinstance(result, Tensor) or result is None else list(result)
+    needed = [v for v, wants in zip(values, node.needs_input_grad, strict=False) if wants]
+    outputs: list[Tensor | None] = [None] * count
+    for k, value in zip([k for k, (n, _) in enumerate(node.next_functions) if n is not None], needed, strict=True):
+        outputs[k] = value
+    return outputs
+
+
+def sum_to(value: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
+    """Sum over broadcast dims and take the real part, as the engine does with a node's outputs."""
+    if value.is_sparse:
+        value = value.to_dense()
+    if tuple(value.shape) != shape:
+        value = value.sum_to_size(shape)
+    if value.is_complex() and not dtype.is_complex:
+        value = value.real
+    return value.to(dtype)

@@ -1,0 +1,121 @@
+"""Bringing samples to the front: from a tensor and its layout to one row of numbers per sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from .layout import Block, Labels, Layout, Shape, labels, sample_dims, strides
+from .flows.pointwise import broadcast_dims
+
+
+class Lanes:
+    """N rows, each of which belongs to one sample: group them, or sum them, by sample."""
+
+    __slots__ = ("_order", "_rows", "a", "b", "batch")
+
+    def __init__(self, batch: int, a: int, b: int, rows: Tensor | None = None) -> None:
+        self.batch, self.a, self.b = batch, a, b
+        self._rows = rows
+        self._order: Tensor | None = None
+
+    @classmethod
+    def of(cls, layout: Layout, shape: Shape, row_dims: int) -> Lanes | None:
+        """The first ``row_dims`` dims as rows; None when the sample also depends on another dim."""
+        if any(d >= row_dims for d in sample_dims(layout, shape)):
+            return None
+        rows, rest = shape[:row_dims], prod(shape[row_dims:])
+        if isinstance(layout, Block) and rest and layout.inner % rest == 0:
+            inner = layout.inner // rest
+            count = prod(rows)
+            if count % (inner * layout.batch) == 0:
+                return cls(layout.batch, count // (inner * layout.batch), inner)
+        index = labels(layout, shape).reshape(_row_sizes(layout, shape, row_dims))
+        return cls(layout.batch, 0, 0, index.expand(rows).reshape(-1))
+
+    def group(self, t: Tensor) -> Tensor:
+        """(N, ...) -> (B, T, ...), T rows for every sample; ragged samples are padded with zeros."""
+        rest = t.shape[1:]
+        if self._rows is None:
+            if self.a == 1:
+                return t.reshape(self.batch, self.b, *rest)
+            if self.b == 1:
+                return t.reshape(self.a, self.batch, *rest).transpose(0, 1)
+            return t.reshape(self.a, self.batch, self.b, *rest).transpose(0, 1).reshape(self.batch, self.a * self.b, *rest)
+        order = self.order().to(t.device)
+        picked = t.index_select(0, order.clamp(min=0).reshape(-1)) if len(t) else t.new_zeros(order.numel(), *rest)
+        picked = picked.reshape(*order.shape, *rest)
+        return picked.masked_fill((order < 0).reshape(*order.shape, *[1] * len(rest)), 0)
+
+    def sum(self, t: Tensor) -> Tensor:
+        """(N, ...) -> (B, ...)."""
+        if self._rows is None:
+            rest = t.shape[1:]
+            return t.reshape(self.a, self.batch, self.b, *rest).sum((0, 2))
+        rows = self._rows.to(t.device)
+        live = rows >= 0
+        result = t.new_zeros(self.batch, *t.shape[1:])
+        return result.index_add_(0, rows[live], t[live])
+
+    def order(self) -> Tensor:
+        """(B, T): the rows of every sample, -1 where it has fewer."""
+        if self._order is None:
+            assert self._rows is not None
+            rows = self._rows
+            sorted_rows, where = torch.sort(rows, stable=True)
+            counts = torch.bincount(rows + 1, minlength=self.batch + 1)
+            starts = counts.cumsum(0) - counts
+            width = int(counts[1:].max()) if len(rows) else 0
+            table = torch.full((self.batch, width), -1)
+            live = sorted_rows >= 0
+            column = torch.arange(len(rows)) - starts[sorted_rows + 1]
+            table[sorted_rows[live], column[live]] = where[live]
+            self._order = table
+        return self._order
+
+
+def _row_sizes(layout: Layout, shape: Shape, row_dims: int) -> list[int]:
+    varying = sample_dims(layout, shape)
+    return [shape[d] if d in varying else 1 for d in range(row_dims)]
+
+
+def sum_per_sample(t: Tensor, layout: Layout, target: Shape) -> Tensor | None:
+    """(B, *target): for every sample, its part of ``t`` summed over the dims along which ``target`` was broadcast.
+
+    None when the sample lies in a dim that ``target`` keeps.
+    """
+    shape = tuple(t.shape)
+    to_dims = broadcast_dims(shape, target)
+    varying = sample_dims(layout, shape)
+    if any(to_dims[d] is not None for d in varying):
+        return None
+    reduced = [d for d in range(len(shape)) if to_dims[d] is None]
+    if isinstance(layout, Block) and len(varying) == 1:
+        dim = varying[0]
+        step = strides(shape)[dim]
+        if layout.inner % step == 0 and shape[dim] % (layout.inner // step * layout.batch) == 0:
+            b = layout.inner // step
+            wide = t.unflatten(dim, (shape[dim] // (b * layout.batch), layout.batch, b))
+            over = [d for d in reduced if d < dim] + [dim, dim + 2] + [d + 2 for d in reduced if d > dim]
+            over = [d for d in over if wide.shape[d] != 1]
+            kept = wide.sum(over, keepdim=True) if over else wide
+            return kept.movedim(dim + 1, 0).reshape(layout.batch, *target)
+    return _sum_labelled(t, layout, reduced, varying, target)
+
+
+def _sum_labelled(t: Tensor, layout: Layout, reduced: Sequence[int], varying: Sequence[int], target: Shape) -> Tensor:
+    shape = tuple(t.shape)
+    others = [d for d in reduced if d not in varying]
+    kept = t.sum(others, keepdim=True) if others else t
+    rest = [d for d in range(len(shape)) if d not in varying]
+    rows = kept.permute(*varying, *rest).reshape(prod(shape[d] for d in varying), -1)
+    index = labels(layout, shape).permute(*varying, *rest).reshape(-1)
+    return Lanes(layout.batch, 0, 0, index).sum(rows).reshape(layout.batch, *target)
+
+
+def one_sample(layout: Layout) -> int | None:
+    """The sample that a whole tensor belongs to, if there is just one."""
+    return int(layout.index) if isinstance(layout, Labels) and layout.index.numel() == 1 else None

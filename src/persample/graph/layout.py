@@ -1,0 +1,201 @@
+"""Where sample i lies in a tensor: the algebra of layouts.
+
+A tensor is *separable* when each of its elements belongs to one sample. Two forms say to which:
+
+- ``Block(B, inner)``: element ``f`` (counted in row-major order) belongs to sample ``(f // inner) % B``. One
+  number covers batch-first, time-first, folded ``(B*T, C)`` and windowed ``(B*nW, ...)`` tensors alike, and a
+  reshape does not change it.
+- ``Labels(index)``: an explicit sample number for every position, as an integer tensor that broadcasts to the
+  tensor's shape; ``-1`` marks elements that no sample reaches (their cotangent is zero). Packed sequences,
+  chunks of the batch, routed experts and Python loops over samples need it.
+
+Everything here depends on sizes alone, except ``Labels`` itself, which is data of one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+import torch
+from torch import Tensor
+
+Shape = tuple[int, ...]
+NOBODY = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Element f belongs to sample (f // inner) % batch."""
+
+    batch: int
+    inner: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Labels:
+    """Element at position q belongs to sample index[q] (broadcast over dims of size 1); -1 is nobody's."""
+
+    batch: int
+    index: Tensor
+
+
+Layout = Block | Labels
+
+
+@lru_cache(maxsize=65536)
+def strides(shape: Shape) -> Shape:
+    """Row-major strides, counting an empty dim as one element."""
+    result, step = [], 1
+    for size in reversed(shape):
+        result.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(result))
+
+
+@lru_cache(maxsize=65536)
+def _block_dims(shape: Shape, batch: int, inner: int) -> Shape:
+    steps = strides(shape)
+    return tuple(
+        d for d, n in enumerate(shape) if n > 1 and steps[d] < inner * batch and steps[d] * n > inner
+    )
+
+
+def sample_dims(layout: Layout, shape: Shape) -> Shape:
+    """The dims along which the sample changes."""
+    if isinstance(layout, Block):
+        return _block_dims(shape, layout.batch, layout.inner)
+    return tuple(d for d, n in enumerate(layout.index.shape) if n != 1)
+
+
+def labels(layout: Layout, shape: Shape, device: torch.device | str = "cpu") -> Tensor:
+    """The sample of every element, as a tensor that broadcasts to ``shape``."""
+    if isinstance(layout, Labels):
+        return layout.index.to(device)
+    varying = _block_dims(shape, layout.batch, layout.inner)
+    sizes = tuple(shape[d] if d in varying else 1 for d in range(len(shape)))
+    steps = strides(shape)
+    flat = torch.zeros((), dtype=torch.int64, device=device)
+    for d in varying:
+        step = torch.arange(shape[d], device=device) * steps[d]
+        flat = flat + step.reshape([-1 if e == d else 1 for e in range(len(shape))])
+    return ((flat // layout.inner) % layout.batch).expand(sizes)
+
+
+def split(layout: Layout, shape: Shape, dim: int) -> tuple[int, int] | None:
+    """(a, b) when dim has size a·B·b and the sample is its middle factor alone, else None."""
+    if not isinstance(layout, Block) or sample_dims(layout, shape) != (dim,):
+        return None
+    step = strides(shape)[dim]
+    if layout.inner % step:
+        return None
+    b = layout.inner // step
+    return (shape[dim] // (layout.batch * b), b) if shape[dim] % (layout.batch * b) == 0 else None
+
+
+@lru_cache(maxsize=65536)
+def _carry_block(layout: Block, shape: Shape, to_shape: Shape, to_dims: tuple[int | None, ...]) -> Block | None:
+    """`carry` for a sample that lies in one dim; None when it does not."""
+    dims = _block_dims(shape, layout.batch, layout.inner)
+    if len(dims) != 1:
+        return None
+    here, there = dims[0], to_dims[dims[0]]
+    if there is None or shape[here] != to_shape[there] or layout.inner % strides(shape)[here]:
+        return None
+    return Block(layout.batch, layout.inner // strides(shape)[here] * strides(to_shape)[there])
+
+
+def carry(layout: Layout, shape: Shape, to_shape: Shape, to_dims: Sequence[int | None]) -> Layout | None:
+    """Follow the sample from a tensor of ``shape`` to one of ``to_shape`` whose dims ``to_dims[d]`` are dims ``d``.
+
+    Dims that are summed, mixed or resized on the way are None; None comes back when the sample lay in one of them.
+    """
+    if isinstance(layout, Block):
+        quick = _carry_block(layout, shape, to_shape, tuple(to_dims))
+        if quick is not None:
+            return quick
+    if any(to_dims[d] is None or to_shape[to_dims[d]] != shape[d] for d in sample_dims(layout, shape)):
+        return None
+    index = labels(layout, shape)
+    moved = [(to, d) for d, to in enumerate(to_dims) if to is not None and index.shape[d] != 1]
+    index = index.permute([d for _, d in sorted(moved)] + [d for d in range(len(shape)) if index.shape[d] == 1])
+    sizes = dict(moved_sizes(moved, shape))
+    index = index.reshape([sizes.get(e, 1) for e in range(len(to_shape))])
+    return simplify(index, to_shape, layout.batch)
+
+
+def moved_sizes(moved: Sequence[tuple[int, int]], shape: Shape) -> list[tuple[int, int]]:
+    """Pairs (new dim, its size)."""
+    return [(to, shape[d]) for to, d in moved]
+
+
+def reshape(layout: Layout, shape: Shape, to_shape: Shape) -> Layout:
+    """The same elements in the same row-major order under another shape."""
+    if isinstance(layout, Block) or shape == to_shape:
+        return layout
+    full = _expand_groups(layout.index, shape, to_shape)
+    return simplify(full, to_shape, layout.batch)
+
+
+def _expand_groups(index: Tensor, shape: Shape, to_shape: Shape) -> Tensor:
+    """Reshape labels, expanding only the groups of merged or split dims in which they vary."""
+    if prod(shape) == 0:
+        return index.new_full([0 if n == 0 else 1 for n in to_shape], NOBODY)
+    sizes: list[int] = []
+    out: list[int] = []
+    i = j = 0
+    while i < len(shape) or j < len(to_shape):
+        i0, j0, left, right = i, j, 1, 1
+        while i < len(shape) and (i == i0 or left < right or shape[i] == 1):
+            left, i = left * shape[i], i + 1
+            while right < left and j < len(to_shape):
+                right, j = right * to_shape[j], j + 1
+        while j < len(to_shape) and (left != right or to_shape[j] == 1):
+            right, j = right * to_shape[j], j + 1
+        varies = any(index.shape[d] != 1 for d in range(i0, i))
+        sizes += [shape[d] if varies else 1 for d in range(i0, i)]
+        out += [to_shape[e] if varies else 1 for e in range(j0, j)]
+    return index.expand(sizes).reshape(out)
+
+
+def simplify(index: Tensor, shape: Shape, batch: int) -> Layout:
+    """Labels as a Block where they are one, with dims along which they do not vary dropped to size 1."""
+    if index.numel() == 0:
+        return Labels(batch, index)
+    for d, n in enumerate(index.shape):
+        if n > 1 and bool((index == index.narrow(d, 0, 1)).all()):
+            index = index.narrow(d, 0, 1)
+    varying = [d for d, n in enumerate(index.shape) if n != 1]
+    if len(varying) == 1:
+        line = index.flatten()
+        changed = (line != line[0]).nonzero()
+        run = int(changed[0])
+        if len(line) % (run * batch) == 0:
+            pattern = torch.arange(len(line), device=line.device) // run % batch
+            if torch.equal(line, pattern):
+                return Block(batch, run * strides(shape)[varying[0]])
+    elif len(varying) > 1:
+        full = index.expand([n if d >= varying[0] and d <= varying[-1] else 1 for d, n in enumerate(shape)])
+        line = full.flatten()
+        run = int((line != line[0]).nonzero()[0])
+        if len(line) % (run * batch) == 0:
+            pattern = torch.arange(len(line), device=line.device) // run % batch
+            if torch.equal(line, pattern):
+                return Block(batch, run * strides(shape)[varying[-1]])
+    return Labels(batch, index)
+
+
+def join(a: Layout, b: Layout, shape: Shape) -> Layout | None:
+    """The layout of a sum of two separable tensors, or None where their samples differ."""
+    if a is b or (isinstance(a, Block) and a == b):
+        return a
+    if isinstance(a, Block) and isinstance(b, Block):
+        same = sample_dims(a, shape) == sample_dims(b, shape) and torch.equal(labels(a, shape), labels(b, shape))
+        return a if same else None
+    x, y = labels(a, shape), labels(b, shape)
+    x, y = torch.broadcast_tensors(x, y)
+    if bool(((x != y) & (x != NOBODY) & (y != NOBODY)).any()):
+        return None
+    return simplify(torch.maximum(x, y), shape, a.batch)

@@ -1,0 +1,30 @@
+"""Convolutions: weight and bias."""
+
+from __future__ import annotations
+
+from ...factors import Convolution, Dense, Factor
+from ...kernels.convolution import Geometry
+from .registry import Use, rule
+
+
+@rule("Convolution")
+def convolution(use: Use) -> Factor | None:
+    """Images (dim 0) grouped by sample; the weight's gradient stays a pair of inputs and cotangents."""
+    site, g = use.site, use.g
+    lanes = use.lanes(1)
+    if lanes is None or g.is_complex():
+        return None
+    if use.k == 2:
+        return Dense(lanes.sum(g.sum(tuple(range(2, g.ndim)))))
+    geometry = Geometry(
+        stride=site.numbers("stride"),
+        padding=site.numbers("padding"),
+        dilation=site.numbers("dilation"),
+        transposed=bool(site.value("transposed")),
+        output_padding=site.numbers("output_padding"),
+        groups=site.number("groups"),
+    )
+    x = site.tensor("input")
+    if use.k != 1 or x.dtype != g.dtype:
+        return None
+    return Convolution(lanes.group(x), lanes.group(g), use.target, geometry)

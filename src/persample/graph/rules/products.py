@@ -1,0 +1,132 @@
+"""Matrix products: a weight's gradient is a sum of outer products."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ...factors import Dense, Factor, Outer
+from ..lanes import Lanes
+from ..layout import Layout
+from .broadcast import dense
+from .registry import Use, rule
+
+
+def _scalar(use: Use, name: str) -> float | None:
+    """A saved alpha or beta as a float; None when it is complex."""
+    value = use.site.value(name)
+    return None if isinstance(value, complex) else float(value)
+
+
+def _scaled_bias(use: Use) -> Factor | None:
+    """The added term of addmm and its kin: beta · g, broadcast."""
+    beta = _scalar(use, "beta")
+    if beta is None:
+        return None
+    return dense(use.g if beta == 1 else use.g * beta, use.layout, use.target)
+
+
+@rule("Mm")
+def mm(use: Use) -> Factor | None:
+    """result = a @ b; da = g bᵀ, db = aᵀ g."""
+    return _matrix(use, use.k, "self", "mat2", 1.0)
+
+
+@rule("Addmm")
+def addmm(use: Use) -> Factor | None:
+    """result = beta · bias + alpha · a @ b."""
+    if use.k == 0:
+        return _scaled_bias(use)
+    alpha = _scalar(use, "alpha")
+    return None if alpha is None else _matrix(use, use.k - 1, "mat1", "mat2", alpha)
+
+
+def _matrix(use: Use, operand: int, first: str, second: str, scale: float) -> Factor | None:
+    """Outer products over the rows (for the right operand) or the columns (for the left one) of g."""
+    g, layout = use.g, use.layout
+    if g.is_complex():
+        return None
+    if operand == 1:
+        lanes = Lanes.of(layout, tuple(g.shape), 1)
+        return None if lanes is None else Outer(lanes.group(use.site.tensor(first)), lanes.group(g), scale)
+    lanes = _column_lanes(layout, g)
+    if lanes is None:
+        return None
+    return Outer(lanes.group(g.t()), lanes.group(use.site.tensor(second).t()), scale)
+
+
+def _column_lanes(layout: Layout, g: Tensor) -> Lanes | None:
+    """The columns of a matrix as rows that belong to samples."""
+    from ..layout import carry  # the transposed layout
+
+    flipped = carry(layout, tuple(g.shape), tuple(g.t().shape), (1, 0))
+    return None if flipped is None else Lanes.of(flipped, tuple(g.t().shape), 1)
+
+
+@rule("Bmm")
+def bmm(use: Use) -> Factor | None:
+    """n products at a time; the sample lies in their rows or columns."""
+    return _matrices(use, use.k, "self", "mat2", 1.0)
+
+
+@rule("Baddbmm")
+def baddbmm(use: Use) -> Factor | None:
+    """result = beta · bias + alpha · a @ b, n at a time."""
+    if use.k == 0:
+        return _scaled_bias(use)
+    alpha = _scalar(use, "alpha")
+    return None if alpha is None else _matrices(use, use.k - 1, "batch1", "batch2", alpha)
+
+
+def _matrices(use: Use, operand: int, first: str, second: str, scale: float) -> Factor | None:
+    """As `_matrix`, with a leading dim of n independent products: factors (B, n, T, ·)."""
+    from ..layout import carry
+
+    g = use.g
+    if g.is_complex():
+        return None
+    n = len(g)
+    rows_first = g.permute(1, 0, 2) if operand == 1 else g.permute(2, 0, 1)
+    to_dims = (1, 0, 2) if operand == 1 else (1, 2, 0)
+    layout = carry(use.layout, tuple(g.shape), tuple(rows_first.shape), to_dims)
+    lanes = None if layout is None else Lanes.of(layout, tuple(rows_first.shape), 1)
+    if lanes is None:
+        return None
+    if operand == 1:
+        left, right = use.site.tensor(first).permute(1, 0, 2), rows_first
+    else:
+        left, right = rows_first, use.site.tensor(second).permute(2, 0, 1)
+    if n == 1:
+        return Outer(*(lanes.group(t.squeeze(1)).unsqueeze(1) for t in (left, right)), scale)
+    return Outer(*(lanes.group(t).transpose(1, 2) for t in (left, right)), scale)
+
+
+@rule("Mv Addmv")
+def mv(use: Use) -> Factor | None:
+    """result = A @ x: dA = g ⊗ x when the sample lies in x's… rows of A; dx = Aᵀ g, sample in the rows of A."""
+    operand = use.k if use.site.name == "Mv" else use.k - 1
+    if operand < 0:
+        return _scaled_bias(use)
+    scale = 1.0 if use.site.name == "Mv" else _scalar(use, "alpha")
+    lanes = use.lanes(1)
+    if operand == 0 or lanes is None or scale is None or use.g.is_complex():
+        return None
+    matrix = use.site.tensor("self" if use.site.name == "Mv" else "mat")
+    return Dense(lanes.sum(use.g.unsqueeze(1) * matrix * scale))
+
+
+@rule("Trilinear")
+def trilinear(use: Use) -> Factor | None:
+    """F.bilinear's weight: dW[b, o, i, j] = Σ_t g[b, t, o] x1[b, t, i] x2[b, t, j]."""
+    site, g = use.site, use.g
+    lanes = use.lanes(1)
+    x1, w, x2 = site.optional("i1"), site.optional("i2"), site.optional("i3")
+    if use.k != 1 or lanes is None or g.ndim != 2 or x1 is None or x2 is None or len(use.target) != 3:
+        return None
+    if w is not None and w.ndim != 3:
+        return None
+    x1, x2 = x1.reshape(len(g), -1), x2.reshape(len(g), -1)
+    if (x1.shape[1], x2.shape[1], g.shape[1]) != (use.target[1], use.target[2], use.target[0]):
+        return None
+    pairs = (x1.unsqueeze(2) * x2.unsqueeze(1)).reshape(len(g), -1)
+    flat = Outer(lanes.group(g), lanes.group(pairs))
+    return Dense(flat.stack().reshape(use.batch, *use.target))

@@ -1,0 +1,65 @@
+"""The table of rules, and what a rule gets to see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ...factors import Factor
+from ..lanes import Lanes
+from ..layout import Layout, Shape
+from ..site import Site
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """Backward output ``k`` of a separable node, whose cotangents have been captured whole."""
+
+    site: Site
+    k: int
+    cotangents: Sequence[Tensor | None]
+    layouts: Sequence[Layout | None]
+    batch: int
+
+    @property
+    def g(self) -> Tensor:
+        """The cotangent of the first output."""
+        found = self.cotangents[0]
+        assert found is not None
+        return found
+
+    @property
+    def layout(self) -> Layout:
+        """Where the samples lie in ``g``."""
+        found = self.layouts[0]
+        assert found is not None
+        return found
+
+    @property
+    def target(self) -> Shape:
+        """The shape of the tensor whose gradient this is."""
+        return self.site.target(self.k)
+
+    def lanes(self, row_dims: int) -> Lanes | None:
+        """The first dims of ``g`` as rows that belong to samples."""
+        return Lanes.of(self.layout, tuple(self.g.shape), row_dims)
+
+
+Rule = Callable[[Use], Factor | None]
+
+RULES: dict[str, Rule] = {}
+
+
+def rule(names: str) -> Callable[[Rule], Rule]:
+    """Register a rule for the node types listed in ``names``."""
+
+    def register(fn: Rule) -> Rule:
+        for name in names.split():
+            if name in RULES:
+                raise ValueError(f"{name} already has a rule")
+            RULES[name] = fn
+        return fn
+
+    return register

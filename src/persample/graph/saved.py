@@ -1,0 +1,122 @@
+"""Reading what autograd nodes saved: the one module that knows PyTorch's private ``_saved_*`` names.
+
+Holds for torch 2.9 to 2.13; ``tests/graph/test_saved.py`` checks the names and behaviours used here.
+
+Non-reentrant checkpointing lets every saved tensor be unpacked once per backward. A read during the backward
+would use up the node's own turn, and a read outside of one recomputes the region each time. So the reads of a
+region are done together, inside a small backward of their own: the region is recomputed once for us and once
+for the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+_UNSIGNED = 1 << 64
+
+
+def signed(value: int) -> int:
+    """Negative integers (a missing padding_idx, dim=-1) are shown as unsigned 64-bit numbers."""
+    return value - _UNSIGNED if value >= 1 << 63 else value
+
+
+def number(node: Node, name: str) -> int:
+    """A saved integer."""
+    return signed(int(getattr(node, f"_saved_{name}")))
+
+
+def numbers(node: Node, name: str) -> tuple[int, ...]:
+    """A saved list of integers."""
+    return tuple(signed(int(v)) for v in getattr(node, f"_saved_{name}"))
+
+
+def value(node: Node, name: str) -> Any:
+    """A saved flag, scalar or string."""
+    return getattr(node, f"_saved_{name}")
+
+
+def has(node: Node, name: str) -> bool:
+    """Was something saved under this name?"""
+    return hasattr(node, f"_saved_{name}")
+
+
+def tensor(node: Node, name: str) -> Tensor | None:
+    """A saved tensor, cut off from its graph; None if it was not needed."""
+    found = getattr(node, f"_saved_{name}")
+    return None if found is None else found.detach()
+
+
+def constants(node: Node) -> list[Tensor]:
+    """Saved operands that carry no gradient: data, as opposed to weights and what was computed from them."""
+    if isinstance(node, torch.autograd.function.BackwardCFunction):
+        return [t for t in node.saved_tensors if isinstance(t, Tensor) and not t.requires_grad]
+    names = [n for n in dir(node) if n.startswith("_saved_") and not n.startswith("_saved_result")]
+    found = [getattr(node, n) for n in names]
+    flat = [t for v in found for t in (v if isinstance(v, (tuple, list)) else (v,))]
+    return [t for t in flat if isinstance(t, Tensor) and not t.requires_grad]
+
+
+def _holders(node: Node) -> dict[str, Any]:
+    """Saved tensors of a node that a checkpoint will recompute: name -> its holder."""
+    found = {}
+    for name in _raw_names(type(node)):
+        raw = getattr(node, f"_raw_saved_{name}")
+        packed = getattr(raw, "data", None)
+        if packed is not None and hasattr(packed, "handles"):
+            found[name] = packed
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _raw_names(kind: type) -> tuple[str, ...]:
+    """The saved tensors that a node type has."""
+    return tuple(n.removeprefix("_raw_saved_") for n in dir(kind) if n.startswith("_raw_saved_"))
+
+
+def in_checkpoint(node: Node) -> bool:
+    """Does this node lie in a region of non-reentrant checkpointing?"""
+    return bool(_holders(node))
+
+
+class _Task(torch.autograd.Function):
+    """Runs a function inside a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, fn: Callable[[], None]) -> Tensor:
+        ctx.fn = fn
+        return anchor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+        ctx.fn()
+        return grads[0], None
+
+
+def in_own_task(fn: Callable[[], None], *, retain_graph: bool = False) -> None:
+    """Call ``fn`` inside a backward that is separate from the one under way."""
+    with torch.enable_grad():
+        anchor = torch.zeros((), requires_grad=True)
+        result = _Task.apply(anchor, fn)
+    torch.autograd.grad(result, anchor, retain_graph=retain_graph)
+
+
+def read_region(first: Node, others: Iterable[Node]) -> dict[Node, dict[str, Tensor]]:
+    """All saved tensors of ``first`` and of those ``others`` that lie in the same checkpointed region."""
+    found: dict[Node, dict[str, Tensor]] = {}
+
+    def read() -> None:
+        task = torch._C._current_graph_task_id()
+        found[first] = {name: getattr(first, f"_saved_{name}").detach() for name in _holders(first)}
+        for node in others:
+            names = [name for name, holder in _holders(node).items() if holder.handles.get(task) is not None]
+            if names and node is not first:
+                found[node] = {name: getattr(node, f"_saved_{name}").detach() for name in names}
+
+    in_own_task(read)
+    return found

@@ -1,0 +1,107 @@
+"""One graph node as the rules see it."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from . import saved
+from .layout import Layout, Shape
+from .tape import Slot, Tape, is_leaf, op_name
+
+
+class Flow(Enum):
+    """What a backward output can be, other than separable."""
+
+    SHARED = "shared"  # a sum over samples: the gradient of something all samples use
+    MIXED = "mixed"  # elements that depend on several samples' cotangents in some other way
+    PROBE = "probe"  # sizes and dims do not decide: look at the data of this call
+
+
+Fate = Layout | Flow | None  # None: nothing flows here
+
+
+class Site:
+    """A node with its shapes, its saved values and the places its outputs go to."""
+
+    __slots__ = ("_tape", "edges", "name", "node", "recomputed", "shapes")
+
+    def __init__(self, tape: Tape, node: Node) -> None:
+        self.node = node
+        self.name = op_name(node)
+        self.shapes = tape.shapes(node)
+        self.edges = tape.edges[node]
+        self._tape = tape
+        self.recomputed: dict[str, Tensor] = {}
+
+    def target(self, k: int) -> Shape:
+        """The shape of the tensor whose gradient is backward output k."""
+        slot = self.edges[k]
+        assert slot is not None
+        return self._tape.shape(slot)
+
+    def metadata(self, k: int) -> Any:
+        """Shape, dtype and device of the tensor whose gradient is backward output k."""
+        slot = self.edges[k]
+        assert slot is not None
+        return slot[0]._input_metadata[slot[1]]  # type: ignore[attr-defined]
+
+    def targets(self) -> list[tuple[int, Slot]]:
+        """The backward outputs that lead to requested parameters."""
+        return [(k, slot) for k, slot in enumerate(self.edges) if slot is not None]
+
+    def provide(self, recomputed: dict[str, Tensor]) -> None:
+        """Hand over saved tensors of a checkpointed region that were read ahead."""
+        self.recomputed = recomputed
+
+    def tensor(self, name: str) -> Tensor:
+        """A saved tensor that the rule cannot do without."""
+        found = self.optional(name)
+        if found is None:
+            raise LookupError(f"{self.name} did not save {name!r}")
+        return found
+
+    def optional(self, name: str) -> Tensor | None:
+        """A saved tensor, or None if it was not saved."""
+        found = self.recomputed.get(name)
+        return found if found is not None else saved.tensor(self.node, name)
+
+    def has(self, name: str) -> bool:
+        """Does this kind of node have such an attribute?"""
+        return saved.has(self.node, name)
+
+    def number(self, name: str) -> int:
+        """A saved integer."""
+        return saved.number(self.node, name)
+
+    def numbers(self, name: str) -> tuple[int, ...]:
+        """A saved list of integers."""
+        return saved.numbers(self.node, name)
+
+    def value(self, name: str) -> Any:
+        """A saved flag or scalar."""
+        return saved.value(self.node, name)
+
+    def dims(self, name: str, ndim: int) -> tuple[int, ...]:
+        """Saved dims, counted from the front; none saved means all of them."""
+        found = self.value(name)
+        if found is None:
+            return tuple(range(ndim))
+        listed = (found,) if isinstance(found, int) else tuple(found)
+        return tuple(saved.signed(int(d)) % ndim for d in listed) or tuple(range(ndim))
+
+    def is_weight(self, k: int) -> bool:
+        """Does output k lead to one parameter, through views and casts alone?"""
+        slot = self.edges[k]
+        while slot is not None and not is_leaf(slot[0]):
+            below = self._tape.edges[slot[0]]
+            slot = below[0] if len(below) == 1 and op_name(slot[0]) in WEIGHT_VIEWS else None
+        return slot is not None
+
+
+WEIGHT_VIEWS = frozenset(
+    "T Transpose Permute View UnsafeView ReshapeAlias Unsqueeze Squeeze ToCopy Clone Alias Expand Contiguous".split()
+)

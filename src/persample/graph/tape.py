@@ -1,0 +1,94 @@
+"""The autograd graph below ``losses``, as a flat list in the order in which backward visits it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from .layout import Shape
+
+Slot = tuple[Node, int]  # a node's cotangent number nr: the gradient of the forward op's output nr
+
+
+@dataclass(slots=True)
+class Tape:
+    """Nodes that lead to a requested parameter, from the losses down."""
+
+    root: Slot
+    order: list[Node]
+    edges: dict[Node, tuple[Slot | None, ...]]  # per backward output; None where nothing requested lies beyond
+    leaves: dict[Node, Tensor]  # AccumulateGrad nodes of requested parameters
+    others: list[Node] = field(default_factory=list)  # AccumulateGrad nodes that nobody asked for
+    opaque: list[Node] = field(default_factory=list)  # nodes without a requested leaf in sight
+    _shapes: dict[Node, tuple[Shape, ...]] = field(default_factory=dict)
+
+    def shapes(self, node: Node) -> tuple[Shape, ...]:
+        """The shapes of a node's cotangents."""
+        found = self._shapes.get(node)
+        if found is None:
+            found = self._shapes[node] = tuple(tuple(m.shape) for m in node._input_metadata)  # type: ignore[attr-defined]
+        return found
+
+    def shape(self, slot: Slot) -> Shape:
+        """The shape of one cotangent."""
+        return self.shapes(slot[0])[slot[1]]
+
+
+def op_name(node: Node) -> str:
+    """``AddmmBackward0`` and its like without the suffix: the name rules are registered under."""
+    return _NAMES.get(type(node)) or _NAMES.setdefault(type(node), _strip(type(node).__name__))
+
+
+_NAMES: dict[type, str] = {}
+
+
+def _strip(name: str) -> str:
+    return name.rstrip("0123456789").removesuffix("Backward")
+
+
+def is_leaf(node: Node) -> bool:
+    """Does this node stand for a leaf tensor?"""
+    return type(node).__name__ == "AccumulateGrad"
+
+
+def walk(losses: Tensor, params: Iterable[Tensor]) -> Tape:
+    """Read the graph once, without recursion."""
+    assert losses.grad_fn is not None
+    wanted = {id(p) for p in params}
+    root = losses.grad_fn
+    needed: dict[Node, bool] = {}
+    leaves: dict[Node, Tensor] = {}
+    others: list[Node] = []
+    opaque: list[Node] = []
+    after: list[Node] = []  # children before parents
+    children: dict[Node, tuple[tuple[Node | None, int], ...]] = {}
+    stack: list[tuple[Node, bool]] = [(root, False)]
+    while stack:
+        node, expanded = stack.pop()
+        if expanded:
+            needed[node] = any(needed[c] for c, _ in children[node] if c is not None)
+            (after if needed[node] else opaque).append(node)
+            continue
+        if node in children:
+            continue
+        below = children[node] = node.next_functions
+        if not below and is_leaf(node):
+            variable = node.variable  # type: ignore[attr-defined]
+            needed[node] = id(variable) in wanted
+            if needed[node]:
+                leaves[node] = variable
+                after.append(node)
+            else:
+                others.append(node)
+            continue
+        stack.append((node, True))
+        stack.extend((c, False) for c, _ in below if c is not None and c not in children)
+    edges = {
+        node: tuple((c, nr) if c is not None and needed[c] else None for c, nr in children[node])
+        for node in after
+    }
+    after.reverse()
+    return Tape((root, losses.output_nr), after, edges, leaves, others, opaque)

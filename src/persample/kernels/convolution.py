@@ -1,0 +1,183 @@
+"""Per-sample weight gradients of convolutions.
+
+With stride s, dilation δ and a zero-padded input x, a convolution is
+
+    y[o, t] = Σ_ik  w[o, i, k] · x[i, s·t + δ·k]
+
+(t and k are multi-indices over the spatial dims; o and i lie in the same group), so one sample's gradient is
+
+    dw[o, i, k] = Σ_t  dy[o, t] · x[i, s·t + δ·k]                                                         (1)
+
+A transposed convolution scatters where this one gathers, y[o, s·t + δ·k] += w[i, o, k] · x[i, t], hence
+dw[i, o, k] = Σ_t x[i, t] · dy[o, s·t + δ·k]: it is (1) with x and dy exchanged. So every kernel below computes
+(1) and nothing else. Where a sample owns R images, t also runs over them: R is one more spatial dim, with k = 1.
+
+Letters: B samples, R images of a sample, G groups, p and d output and input channels of *one group*,
+K offsets in the kernel, T positions of the output (over all R images).
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from persample.kernels.conv_select import CACHE_BYTES, Geometry, applicable, choose
+
+__all__ = ["KERNELS", "Geometry", "choose", "weight_per_sample"]
+
+
+def weight_per_sample(
+    x: Tensor,
+    dy: Tensor,
+    weight_size: Sequence[int],
+    geometry: Geometry,
+    *,
+    out: Tensor | None = None,
+    kernel: str | None = None,
+) -> Tensor:
+    """Formula (1) for every sample: x (B, R, Cin, *S) and dy (B, R, Cout, *O) give (B, *weight_size).
+
+    `weight_size` is as PyTorch stores it: (Cout, Cin/G, *k), or (Cin, Cout/G, *k) if transposed. Any strides of x and
+    dy are welcome; other padding modes than zeros arrive as an x that is already padded. With B = 0 the result is
+    empty, with R = 0 it is zero. `out` is written and returned; `kernel` overrides the choice made per shape.
+
+    >>> x, dy = torch.ones(2, 1, 3, 5), torch.ones(2, 1, 4, 3)
+    >>> geometry = Geometry((1,), (0,), (1,), transposed=False, output_padding=(0,), groups=1)
+    >>> weight_per_sample(x, dy, (4, 3, 3), geometry).shape
+    torch.Size([2, 4, 3, 3])
+    """
+    shape = (x.shape[0], *weight_size)
+    if out is not None and out.shape != shape:
+        raise ValueError(f"out has shape {tuple(out.shape)}, the per-sample gradients have {shape}")
+    name = kernel or choose(x.shape[0], x.shape[1], weight_size, x.shape[3:], dy.shape[3:], geometry)
+    if name not in applicable(weight_size, geometry):
+        raise ValueError(f"no kernel {name!r} here: choose from {applicable(weight_size, geometry)}")
+    if geometry.transposed:
+        x, dy = dy, x
+        geometry = replace(geometry, transposed=False, output_padding=(0,) * len(geometry.stride))
+    with torch.no_grad():
+        if not x.numel() or not dy.numel():
+            return x.new_zeros(shape) if out is None else out.zero_()
+        usable = out is not None and out.is_contiguous() and out.dtype == x.dtype
+        result = KERNELS[name](x, dy, out if out is not None and usable else x.new_empty(shape), geometry)
+        return result if out is None or result is out else out.copy_(result)
+
+
+def _library(x: Tensor, dy: Tensor, out: Tensor, geometry: Geometry) -> Tensor:
+    """(1) by PyTorch's own weight gradient: it sums over its batch and not over groups, so samples become groups."""
+    kernel, space = out.shape[3:], dy.shape[3:]
+    if geometry.output_size(x.shape[3:], kernel) != tuple(space):  # a transposed convolution's output_padding
+        x = _fit(x, kernel, space, geometry)
+        geometry = replace(geometry, padding=(0,) * len(kernel))
+    grad: Tensor = torch.ops.aten.convolution_backward(
+        dy.transpose(0, 1).flatten(1, 2),
+        x.transpose(0, 1).flatten(1, 2),
+        out.flatten(0, 1),  # stands for the weight: only its shape is read
+        None,
+        geometry.stride,
+        geometry.padding,
+        geometry.dilation,
+        False,
+        geometry.output_padding,
+        len(out) * geometry.groups,
+        (False, True, False),
+    )[1]
+    return grad.view(out.shape)
+
+
+def _pointwise(x: Tensor, dy: Tensor, out: Tensor, geometry: Geometry) -> Tensor:
+    """dw = dy @ xᵀ over positions: (1) with K = 1, on every s-th element of x."""
+    x = _fit(x, out.shape[3:], dy.shape[3:], geometry)
+    x = x[(..., *(slice(None, None, s) for s in geometry.stride))]
+    rows = len(out) * geometry.groups
+    torch.bmm(_flat(dy, rows), _flat(x, rows).mT, out=out.view(rows, -1, out.shape[2]))
+    return out
+
+
+def _unfold(x: Tensor, dy: Tensor, out: Tensor, geometry: Geometry) -> Tensor:
+    """dw = dy @ patchesᵀ with patches[(i, k), t] = x[i, s·t + δ·k] written out: one GEMM per sample and group.
+
+    The patches are K times the input. They are built for a few samples at a time in one buffer that stays in
+    cache: a fresh buffer for the whole batch costs more in page faults than all the arithmetic.
+    """
+    kernel, space = out.shape[3:], dy.shape[3:]
+    size = (x.shape[2], *kernel, x.shape[1], *space)
+    step = _samples_per_step(math.prod(size) * x.element_size(), len(out))
+    buffer = x.new_empty(step, *size)
+    for x_, dy_, out_ in zip(x.split(step), dy.split(step), out.split(step), strict=True):
+        patches = buffer[: len(x_)].copy_(_windows(_fit(x_, kernel, space, geometry), kernel, geometry))
+        rows = len(x_) * geometry.groups
+        columns = out[0, 0].numel()
+        torch.bmm(
+            _flat(dy_, rows), patches.view(rows, columns, -1).mT, out=out_.view(rows, -1, columns)
+        )
+    return out
+
+
+def _shifted(x: Tensor, dy: Tensor, out: Tensor, geometry: Geometry) -> Tensor:
+    """dw[:, :, k] = dy @ x[:, flat(δ·k):]ᵀ: (1) at stride 1 as K GEMMs on views of x, with no patches.
+
+    flat(·) is the row-major position in the padded image, and it is linear: flat(t + δ·k) = flat(t) + flat(δ·k). So if
+    dy is written into rows as long as those of x, zeros at their ends, offset k is one contiguous slice of flat x.
+    """
+    kernel, space = out.shape[3:], dy.shape[3:]
+    groups, (p, d, K) = geometry.groups, (out.shape[1] // geometry.groups, out.shape[2], math.prod(kernel))
+    image = geometry.read_size(space, kernel)
+    lengths = [math.prod(image[axis:]) for axis in range(len(image) + 1)]  # of an image, a plane, a row, an element
+    last = (dy.shape[1] - 1) * lengths[0] + sum((n - 1) * length for n, length in zip(space, lengths[1:], strict=True))
+    offsets = [
+        sum(k * dilation * length for k, dilation, length in zip(ks, geometry.dilation, lengths[1:], strict=True))
+        for ks in itertools.product(*map(range, kernel))
+    ]
+    ends = [pad for n, length in zip(reversed(space), reversed(image), strict=True) for pad in (0, length - n)]
+    step = _samples_per_step(out[0].numel() * out.element_size(), len(out))
+    parts = out.new_empty(K, step * groups, p, d)
+    for x_, dy_, out_ in zip(x.split(step), dy.split(step), out.split(step), strict=True):
+        rows = len(x_) * groups
+        flat_x = _flat(_fit(x_, kernel, space, geometry), rows)
+        flat_dy = _flat(F.pad(dy_, ends), rows)[..., : last + 1]
+        for part, offset in zip(parts, offsets, strict=True):
+            torch.bmm(flat_dy, flat_x[..., offset : offset + last + 1].mT, out=part[:rows])
+        out_.view(rows, p, d, K).copy_(parts[:, :rows].permute(1, 2, 3, 0))
+    return out
+
+
+def _fit(x: Tensor, kernel: Sequence[int], space: Sequence[int], geometry: Geometry) -> Tensor:
+    """Zero-pad x, and crop it at the far ends, to exactly the elements that (1) reads."""
+    pads: list[int] = []
+    for have, need, padding in zip(x.shape[3:], geometry.read_size(space, kernel), geometry.padding, strict=True):
+        pads = [padding, need - have - padding, *pads]  # F.pad counts dims from the last one
+    return F.pad(x, pads) if any(pads) else x
+
+
+def _windows(x: Tensor, kernel: Sequence[int], geometry: Geometry) -> Tensor:
+    """The view (B, Cin, *k, R, *O) of x (B, R, Cin, *S) that has x[b, r, i, s·t + δ·k] at [b, i, k, r, t]."""
+    n = len(kernel)
+    windows = x.transpose(1, 2)
+    for axis, (size, stride, dilation) in enumerate(
+        zip(kernel, geometry.stride, geometry.dilation, strict=True), start=3
+    ):
+        windows = windows.unfold(axis, dilation * (size - 1) + 1, stride)[..., ::dilation]
+    return windows.movedim(tuple(range(3 + n, 3 + 2 * n)), tuple(range(2, 2 + n)))
+
+
+def _flat(x: Tensor, rows: int) -> Tensor:
+    """(B, R, C, *S) as the matrices (B·G, C/G, R·S) of a batched GEMM."""
+    return x.transpose(1, 2).reshape(rows, x.shape[0] * x.shape[2] // rows, -1)
+
+
+def _samples_per_step(sample_bytes: int, samples: int) -> int:
+    """How many samples' temporaries fit in cache together."""
+    return max(1, min(samples, CACHE_BYTES // max(sample_bytes, 1)))
+
+
+KERNELS: dict[str, Callable[[Tensor, Tensor, Tensor, Geometry], Tensor]] = {
+    "library": _library,
+    "pointwise": _pointwise,
+    "unfold": _unfold,
+    "shifted": _shifted,
+}

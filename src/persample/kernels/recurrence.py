@@ -1,0 +1,127 @@
+"""One LSTM layer in one direction, replayed once for all samples to get the cotangents of its gates.
+
+    a_t = W_ih x_t + W_hh h_{t-1} + b_ih + b_hh     (i, f, g, o) = (sigmoid, sigmoid, tanh, sigmoid)(a_t)
+    c_t = f_t c_{t-1} + i_t g_t                     h_t = o_t tanh(c_t)
+
+With da_t the cotangent of a_t, every sample has
+dW_ih = sum_t da_t ⊗ x_t, dW_hh = sum_t da_t ⊗ h_{t-1}, db_ih = db_hh = sum_t da_t.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LstmLayer:
+    """What one direction was given and returned; row t of the output belongs to row t of the input."""
+
+    input: Tensor  # (T, B, d)
+    h0: Tensor  # (B, h)
+    c0: Tensor  # (B, h)
+    w_ih: Tensor  # (4h, d), gates in the order i, f, g, o
+    w_hh: Tensor  # (4h, h)
+    biases: tuple[Tensor, Tensor] | None  # b_ih and b_hh, (4h,) each
+    output: Tensor  # (T, B, h)
+    reverse: bool = False
+
+
+@torch.no_grad()
+def lstm_gate_cotangents(
+    layer: LstmLayer, d_output: Tensor | None, d_hn: Tensor | None, d_cn: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The cotangents da_t (T, B, 4h) of the gates, and the states h_{t-1} (T, B, h) that W_hh multiplied.
+
+    Row t of both belongs to row t of the input, also when the direction is reversed. None counts as zero.
+    Half precisions are computed and returned in float32: the fused backward does so too.
+    """
+    dtype = torch.promote_types(layer.input.dtype, torch.float32)
+    T, B, h = layer.output.shape
+    steps = range(T - 1, -1, -1) if layer.reverse else range(T)
+    h_previous, h_current = _around(layer.h0, T, layer.reverse, dtype)
+    h_current.copy_(layer.output)
+    gates = _pre_activations(layer, h_previous).view(T, B, 4, h)
+    forget, to_cell = _to_local_derivatives(gates, layer, steps)
+
+    if d_output is None:
+        d_output = gates.new_zeros(()).expand(T, B, h)
+    dh, dc = gates.new_zeros(2, B, h).unbind(0)
+    for scratch, given in ((dh, d_hn), (dc, d_cn)):
+        if given is not None:
+            scratch.copy_(given)
+    _scan_back(gates, forget, to_cell, layer.w_hh.to(dtype), d_output.to(dtype), dh, dc, steps)
+    return gates.view(T, B, 4 * h), h_previous
+
+
+def _around(initial: Tensor, T: int, reverse: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Room for the states before and after each step: two views of one buffer, the initial state set."""
+    states = torch.empty((T + 1, *initial.shape), dtype=dtype, device=initial.device)
+    states[-1 if reverse else 0] = initial
+    return (states[1:], states[:-1]) if reverse else (states[:-1], states[1:])
+
+
+def _pre_activations(layer: LstmLayer, h_previous: Tensor) -> Tensor:
+    """All a_t at once, (T·B, 4h): the saved outputs make every step independent of the others."""
+    x, w_ih, w_hh = (t.to(h_previous.dtype) for t in (layer.input, layer.w_ih, layer.w_hh))
+    x = x.flatten(0, 1)
+    if layer.biases is None:
+        a = x @ w_ih.t()
+    else:
+        b_ih, b_hh = layer.biases
+        a = torch.addmm((b_ih + b_hh).to(x.dtype), x, w_ih.t())
+    return a.addmm_(h_previous.flatten(0, 1), w_hh.t())
+
+
+def _to_local_derivatives(gates: Tensor, layer: LstmLayer, steps: range) -> tuple[Tensor, Tensor]:
+    """Turn a_t in place into dc_t/da_t for i, f, g and dh_t/da_t for o; return f_t and dh_t/dc_t."""
+    gates[:, :, :2].sigmoid_()
+    i, f, g, o = gates.unbind(2)
+    g.tanh_()
+    o.sigmoid_()
+    written = i * g
+    c_previous, c = _around(layer.c0, len(steps), layer.reverse, gates.dtype)
+    written_, f_, before_, after_ = (s.unbind(0) for s in (written, f, c_previous, c))
+    for t in steps:
+        torch.addcmul(written_[t], f_[t], before_[t], out=after_[t])
+
+    # Slopes s(1 - s) and 1 - g², multiplied out so that each is one pass with no temporary.
+    torch.addcmul(i, written, g, value=-1, out=g)
+    torch.addcmul(written, written, i, value=-1, out=i)
+    forget = f.clone()
+    kept = torch.mul(c_previous, forget, out=written)
+    torch.addcmul(kept, kept, forget, value=-1, out=f)
+    tanh_c = c.tanh()
+    hidden = o * tanh_c
+    to_cell = torch.addcmul(o, hidden, tanh_c, value=-1, out=tanh_c)
+    torch.addcmul(hidden, hidden, o, value=-1, out=o)
+    return forget, to_cell
+
+
+def _scan_back(
+    gates: Tensor,
+    forget: Tensor,
+    to_cell: Tensor,
+    w_hh: Tensor,
+    d_output: Tensor,
+    dh: Tensor,
+    dc: Tensor,
+    steps: range,
+) -> None:
+    """Multiply the local derivatives by the cotangents, last step first; overwrites gates, dh and dc."""
+    T, B = gates.shape[:2]
+    through_c, through_h = gates[:, :, :3].unbind(0), gates[:, :, 3].unbind(0)
+    rows, outer = gates.view(T, B, -1).unbind(0), d_output.unbind(0)
+    forgets, to_cells = forget.unbind(0), to_cell.unbind(0)
+    dc_rows = dc.unsqueeze(1)
+    later = None
+    for t in reversed(steps):
+        if later is None:
+            dh += outer[t]
+        else:
+            torch.addmm(outer[t], rows[later], w_hh, out=dh)
+        dc.addcmul_(dh, to_cells[t])
+        through_c[t].mul_(dc_rows)
+        through_h[t].mul_(dh)
+        dc.mul_(forgets[t])
+        later = t

@@ -1,0 +1,1 @@
+"""Small differentiable programs by theme, shared by every test that needs one."""

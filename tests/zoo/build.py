@@ -1,0 +1,175 @@
+"""From a row of the table to a tiny float64 model and its per-sample losses."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+TINY: dict[str, Any] = (
+    dict.fromkeys("hidden_size d_model n_embd dim emb_dim embed_dim decoder_hidden_size".split(), 16)
+    | dict.fromkeys("intermediate_size hidden_dim d_ff ffn_dim encoder_ffn_dim decoder_ffn_dim".split(), 24)
+    | dict.fromkeys("num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers".split(), 2)
+    | dict.fromkeys("num_attention_heads n_head n_heads num_heads num_stages num_encoder_blocks".split(), 2)
+    | dict.fromkeys("encoder_attention_heads decoder_attention_heads type_vocab_size index_n_heads".split(), 2)
+    | dict.fromkeys("linear_num_key_heads linear_num_value_heads linear_num_heads num_experts_per_tok".split(), 2)
+    | dict.fromkeys("head_dim d_kv embedding_size projection_dim index_head_dim linear_head_dim".split(), 8)
+    | dict.fromkeys("q_lora_rank kv_lora_rank qk_nope_head_dim v_head_dim mamba_d_head".split(), 8)
+    | dict.fromkeys("linear_key_head_dim linear_value_head_dim max_source_positions".split(), 8)
+    | dict.fromkeys("max_position_embeddings n_positions max_2d_position_embeddings".split(), 64)
+    | dict.fromkeys("num_experts num_local_experts n_routed_experts mamba_n_heads mamba_d_state".split(), 4)
+    | dict.fromkeys("mamba_chunk_size chunk_size qk_rope_head_dim sliding_window index_topk".split(), 4)
+    | dict.fromkeys("moe_intermediate_size shared_expert_intermediate_size".split(), 12)
+    | dict.fromkeys("bos_token_id decoder_start_token_id num_key_value_heads topk_group".split(), 1)
+    | {"vocab_size": 50, "pad_token_id": 0, "eos_token_id": 2, "n_group": 2, "n_shared_experts": 1}
+    | {"first_k_dense_replace": 1, "image_size": 16, "patch_size": 4, "num_channels": 3, "num_labels": 3}
+    | {"depths": [1, 1], "hidden_sizes": [8, 16], "patch_sizes": [3, 3], "strides": [2, 2], "sr_ratios": [2, 1]}
+    | {"mlp_ratios": [2, 2], "num_mel_bins": 16, "feature_projection_input_dim": 16, "conv_dim": [8, 8]}
+    | {"conv_stride": [3, 2], "conv_kernel": [4, 3], "num_conv_pos_embeddings": 4}
+    | {"num_conv_pos_embedding_groups": 2, "conv_depthwise_kernel_size": 3}
+)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One model: its type and head, what differs from TINY, and what it is fed."""
+
+    model_type: str
+    head: str
+    feed: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    outputs: tuple[str, ...] = ()
+    B: int = 3
+    T: int = 7
+    shape: tuple[int, ...] = ()
+    attention: str = ""
+    experts: str = "eager"
+    float32: bool = False
+
+
+class Float64(TorchFunctionMode):
+    """Turns the casts to float32 that models contain into casts to float64, so that 1e-8 can be asked of all."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is Tensor.float:
+            func = Tensor.double
+        args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+        return func(*args, **{k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()})
+
+
+@contextlib.contextmanager
+def precision(float32: bool) -> Iterator[None]:
+    """Everything created or cast inside is float64, unless float32 is asked for."""
+    if float32:
+        yield
+        return
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with Float64():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without what the library logs about missing kernels and unusual token ids."""
+    from transformers import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def tiny_config(cls: Any, changes: Mapping[str, Any]) -> Any:
+    """A configuration with every known size at its TINY value, nested configurations included."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    known = inspect.signature(cls.__init__).parameters
+    values = {name: _fit(value, known[name].default) for name, value in TINY.items() if name in known}
+    for name, sub in cls.sub_configs.items():
+        inner = dict(changes.get(name, {}))
+        if sub.__name__ != "AutoConfig":
+            values[name] = tiny_config(sub, inner).to_dict()
+        elif inner:
+            values[name] = tiny_config(CONFIG_MAPPING[inner.pop("model_type")], inner).to_dict()
+    return cls(**values | {name: v for name, v in changes.items() if name not in cls.sub_configs})
+
+
+def _fit(value: Any, default: Any) -> Any:
+    """The same size for both stages, where a configuration has one per stage; one where it has only one."""
+    if isinstance(default, list | tuple) and not isinstance(value, list):
+        return [value, value]
+    return value[-1] if isinstance(value, list) and isinstance(default, int) else value
+
+
+def make_model(spec: Spec) -> nn.Module:
+    """The model in eval mode, moved off every special point of its initialisation."""
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config = tiny_config(CONFIG_MAPPING[spec.model_type], spec.config)
+    head = getattr(transformers, spec.head)
+    model = head.from_config(config) if spec.head.startswith("Auto") else head(config)
+    model.set_experts_implementation(spec.experts)
+    if spec.attention:
+        model.set_attn_implementation(spec.attention)
+    model = model.to(torch.get_default_dtype()).eval().requires_grad_()
+    with torch.no_grad():
+        # Zero biases, zero gates and unit scales would hide mistakes.
+        for p in model.parameters():
+            p.add_(torch.randn_like(p), alpha=0.1)
+    return model
+
+
+@dataclass
+class Losses:
+    """Runs the model on fixed inputs: a fixed random quadratic form of its outputs, per sample."""
+
+    model: nn.Module
+    inputs: dict[str, Any]
+    B: int
+    outputs: tuple[str, ...]
+    float32: bool
+
+    def __call__(self) -> Tensor:
+        rng = torch.Generator().manual_seed(0)
+        with quiet(), precision(self.float32), torch.random.fork_rng():
+            torch.manual_seed(0)
+            found = self.model(**self.inputs)
+            terms = [self._term(t, rng) for t in self._main(found)]
+        return torch.stack(terms).sum(0)
+
+    def _main(self, found: Mapping[str, Any]) -> list[Tensor]:
+        """The outputs asked for, or all that are differentiable and have the batch first."""
+        if self.outputs:
+            return [found[name] for name in self.outputs]
+        tensors = [t for t in found.values() if isinstance(t, Tensor) and t.requires_grad]
+        return [t for t in tensors if t.dim() > 1 and t.shape[0] == self.B]
+
+    def _term(self, t: Tensor, rng: torch.Generator) -> Tensor:
+        t = t.reshape(self.B, -1)
+        return (torch.randn(t.shape[1], generator=rng) * t.square()).sum(1)
+
+
+def build(spec: Spec) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """The model and its losses, the same on every call."""
+    from tests.zoo.feeds import FEEDS
+
+    with quiet(), precision(spec.float32), torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = make_model(spec)
+        inputs = FEEDS[spec.feed](model, spec)
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        inputs["use_cache"] = False
+    return model, Losses(model, inputs, spec.B, spec.outputs, spec.float32)
