@@ -82,7 +82,7 @@ def function_elementwise(B: int) -> Program:
     return net, lambda: score(net[1](Square.apply(net[0](x))))
 
 
-@case(batches=(4, 1))
+@case(batches=(4, 1), slow_path=True)
 def function_of_a_parameter(B: int) -> Program:
     w, x = param(4), torch.randn(B, 4)
     return [w], lambda: score((x * Square.apply(w)).tanh())
@@ -172,10 +172,3 @@ def compiled_block_between_layers(B: int) -> Program:
     net, x = nn.ModuleList([nn.Linear(3, 4), nn.Conv1d(4, 4, 1), nn.Linear(4, 2)]), torch.randn(B, 5, 3)
     run = torch.compile(lambda h: net[1](h.mT).mT.relu(), backend="aot_eager")
     return net, lambda: score(net[2](run(net[0](x))))
-
-
-@case(batches=(4, 1))
-def scripted_model(B: int) -> Program:
-    net, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(B, 3)
-    run = torch.jit.trace(net, (x,), check_trace=False)
-    return net, lambda: score(run(x))

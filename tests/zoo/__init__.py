@@ -9,7 +9,8 @@ from functools import partial
 from torch import Tensor, nn
 
 from tests.zoo.build import Spec, build
-from tests.zoo.table import GROUPS, OPTIONS
+from tests.zoo.names import GROUPS, SQUARE
+from tests.zoo.options import OPTIONS
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ def _entries() -> list[Entry]:
     out = []
     for family, head, feed, names in GROUPS:
         for name in names.split():
-            options = dict(OPTIONS.get(name, {}))
+            options = ({"B": 4, "T": 4} if name in SQUARE else {}) | OPTIONS.get(name, {})
             interacts = options.pop("interacts", False)
             spec = Spec(**{"model_type": name.split("/")[0], "head": head, "feed": feed} | options)
             out.append(Entry(name, family, partial(build, spec), interacts, 1e-4 if spec.float32 else 1e-8))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,8 +18,12 @@ TINY: dict[str, Any] = (
     | dict.fromkeys("intermediate_size hidden_dim d_ff ffn_dim encoder_ffn_dim decoder_ffn_dim".split(), 24)
     | dict.fromkeys("num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers".split(), 2)
     | dict.fromkeys("num_attention_heads n_head n_heads num_heads num_stages num_encoder_blocks".split(), 2)
-    | dict.fromkeys("encoder_attention_heads decoder_attention_heads type_vocab_size index_n_heads".split(), 2)
-    | dict.fromkeys("linear_num_key_heads linear_num_value_heads linear_num_heads num_experts_per_tok".split(), 2)
+    | dict.fromkeys(
+        "encoder_attention_heads decoder_attention_heads type_vocab_size index_n_heads".split(), 2
+    )
+    | dict.fromkeys(
+        "linear_num_key_heads linear_num_value_heads linear_num_heads num_experts_per_tok".split(), 2
+    )
     | dict.fromkeys("head_dim d_kv embedding_size projection_dim index_head_dim linear_head_dim".split(), 8)
     | dict.fromkeys("q_lora_rank kv_lora_rank qk_nope_head_dim v_head_dim mamba_d_head".split(), 8)
     | dict.fromkeys("linear_key_head_dim linear_value_head_dim max_source_positions".split(), 8)
@@ -29,7 +34,13 @@ TINY: dict[str, Any] = (
     | dict.fromkeys("bos_token_id decoder_start_token_id num_key_value_heads topk_group".split(), 1)
     | {"vocab_size": 50, "pad_token_id": 0, "eos_token_id": 2, "n_group": 2, "n_shared_experts": 1}
     | {"first_k_dense_replace": 1, "image_size": 16, "patch_size": 4, "num_channels": 3, "num_labels": 3}
-    | {"depths": [1, 1], "hidden_sizes": [8, 16], "patch_sizes": [3, 3], "strides": [2, 2], "sr_ratios": [2, 1]}
+    | {
+        "depths": [1, 1],
+        "hidden_sizes": [8, 16],
+        "patch_sizes": [3, 3],
+        "strides": [2, 2],
+        "sr_ratios": [2, 1],
+    }
     | {"mlp_ratios": [2, 2], "num_mel_bins": 16, "feature_projection_input_dim": 16, "conv_dim": [8, 8]}
     | {"conv_stride": [3, 2], "conv_kernel": [4, 3], "num_conv_pos_embeddings": 4}
     | {"num_conv_pos_embedding_groups": 2, "conv_depthwise_kernel_size": 3}
@@ -51,6 +62,7 @@ class Spec:
     attention: str = ""
     experts: str = "eager"
     float32: bool = False
+    noise: float = 0.1
 
 
 class Float64(TorchFunctionMode):
@@ -60,7 +72,9 @@ class Float64(TorchFunctionMode):
         if func is Tensor.float:
             func = Tensor.double
         args = tuple(torch.float64 if a is torch.float32 else a for a in args)
-        return func(*args, **{k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()})
+        return func(
+            *args, **{k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
+        )
 
 
 @contextlib.contextmanager
@@ -80,13 +94,15 @@ def precision(float32: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without what the library logs about missing kernels and unusual token ids."""
+    """Without what the library logs about missing kernels, and its use of a deprecated compiler."""
     from transformers import logging
 
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
+            yield
     finally:
         logging.set_verbosity(before)
 
@@ -128,7 +144,11 @@ def make_model(spec: Spec) -> nn.Module:
     with torch.no_grad():
         # Zero biases, zero gates and unit scales would hide mistakes.
         for p in model.parameters():
-            p.add_(torch.randn_like(p), alpha=0.1)
+            p.add_(torch.randn_like(p), alpha=spec.noise)
+        # Codebooks are buffers, and all zero before training.
+        for name, b in model.named_buffers():
+            if name.endswith(("codebook.embed", "codebook.embed_sum")):
+                b.normal_()
     return model
 
 
@@ -153,7 +173,7 @@ class Losses:
     def _main(self, found: Mapping[str, Any]) -> list[Tensor]:
         """The outputs asked for, or all that are differentiable and have the batch first."""
         if self.outputs:
-            return [found[name] for name in self.outputs]
+            return [t for name in self.outputs for t in ([v] if isinstance(v := found[name], Tensor) else v)]
         tensors = [t for t in found.values() if isinstance(t, Tensor) and t.requires_grad]
         return [t for t in tensors if t.dim() > 1 and t.shape[0] == self.B]
 

@@ -78,5 +78,18 @@ def speech2seq(model: nn.Module, spec: Spec) -> Inputs:
 
 FEEDS: dict[str, Callable[[nn.Module, Spec], Inputs]] = {
     f.__name__: f
-    for f in (text, text_padded, text_boxes, seq2seq, pixels, video, text_and_pixels, sound, features, speech2seq, masked_features, pixels2seq)
+    for f in (
+        text,
+        text_padded,
+        text_boxes,
+        seq2seq,
+        pixels,
+        video,
+        text_and_pixels,
+        sound,
+        features,
+        speech2seq,
+        masked_features,
+        pixels2seq,
+    )
 }

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from .flows import FLOWS
+from .flows.shapes import SECTIONS
 from .flows.registry import whole
 from .invoke import is_python
 from .layout import Block, Layout, join
@@ -73,7 +74,7 @@ class _Assignment:
         """Send the layouts of a separable node on to its outputs."""
         asked: list[Fate] | None = None
         for k, slot in site.targets():
-            fate: Fate = whole(layouts, len(self.tape.shape(slot)))
+            fate: Fate = None if site.name in SECTIONS else whole(layouts, len(self.tape.shape(slot)))
             if fate is None:
                 fate = self._by_rule(site, k, layouts)
             if fate is Flow.PROBE:

@@ -75,7 +75,18 @@ def capture(
     losses: Tensor, params: Mapping[str, Tensor], *, retain_graph: bool, independent: bool = False
 ) -> dict[str, Factor | None]:
     """Every parameter's factor; None for parameters that the losses do not reach."""
+    if len(losses) == 1:
+        return _whole(losses, params, retain_graph)
     return _Capture(plan(losses, list(params.values())), losses, params).run(retain_graph)
+
+
+def _whole(losses: Tensor, params: Mapping[str, Tensor], retain_graph: bool) -> dict[str, Factor | None]:
+    """One sample: an ordinary backward."""
+    if not params:
+        return {}
+    grads = torch.autograd.grad(losses, list(params.values()), retain_graph=retain_graph, allow_unused=True)
+    dense = [g.to_dense() if g is not None and g.is_sparse else g for g in grads]
+    return {n: None if g is None else Dense(g.detach().unsqueeze(0)) for n, g in zip(params, dense, strict=True)}
 
 
 class _Capture:
@@ -154,12 +165,10 @@ class _Capture:
         if not isinstance(flow, Flow):
             return self._separable_edge(use, flow)
         fast = RULES.get(use.site.name)
-        return None if fast is None or flow is Flow.MIXED or is_python(use.site.node) else fast(use)
+        return None if fast is None or is_python(use.site.node) else fast(use)
 
     def _separable_edge(self, use: Use, flow: Layout) -> Factor | None:
         """Part of a sum that is not separable, but this contribution is: compute it whole, once."""
-        if saved.in_checkpoint(use.site.node):
-            return None
         value = call(use.site.node, use.cotangents, use.site.edges)[use.k]
         if value is None:
             return None

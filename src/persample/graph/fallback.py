@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .invoke import call, is_python, sum_to
 from .layout import Layout, labels
-from .saved import in_checkpoint, in_own_task
+from .saved import in_checkpoint
 from .site import Site
 
 # Node types whose backward was seen to give the same numbers under vmap as in a loop (tests/graph/test_fallback.py).
@@ -67,22 +67,13 @@ def _loop(
 ) -> dict[int, Tensor]:
     results: dict[int, Tensor] = {}
     for i, row in enumerate(rows):
-        outputs = _call_apart(site, row)
+        outputs = call(site.node, row, site.edges)
         for k in wanted:
             value = _finish(site, k, outputs[k], next(g for g in row if g is not None))
             if k not in results:
                 results[k] = value.new_zeros(batch, *value.shape)
             results[k][i] = value
     return results
-
-
-def _call_apart(site: Site, row: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Call the node; a checkpointed one in a backward of its own, which leaves the engine's turn alone."""
-    if not in_checkpoint(site.node):
-        return call(site.node, row, site.edges)
-    outputs: list[list[Tensor | None]] = []
-    in_own_task(lambda: outputs.append(call(site.node, row, site.edges)))
-    return outputs[0]
 
 
 def _finish(site: Site, k: int, value: Tensor | None, like: Tensor) -> Tensor:

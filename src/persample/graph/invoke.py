@@ -11,6 +11,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from .layout import Shape
+from .saved import in_checkpoint, in_own_task
 from .tape import Slot
 
 
@@ -20,7 +21,19 @@ def is_python(node: Node) -> bool:
 
 
 def call(node: Node, cotangents: Sequence[Tensor | None], edges: Sequence[Slot | None]) -> list[Tensor | None]:
-    """A node's outputs for these cotangents, one per edge, not yet summed over broadcast dims."""
+    """A node's outputs for these cotangents, one per edge, not yet summed over broadcast dims.
+
+    Inside a backward, the engine's own task would prune outputs that it does not need; and a checkpointed node may be
+    unpacked once per task only. Such calls get a task of their own.
+    """
+    if torch._C._current_graph_task_id() == -1 and not in_checkpoint(node):
+        return _call(node, cotangents, edges)
+    outputs: list[list[Tensor | None]] = []
+    in_own_task(lambda: outputs.append(_call(node, cotangents, edges)))
+    return outputs[0]
+
+
+def _call(node: Node, cotangents: Sequence[Tensor | None], edges: Sequence[Slot | None]) -> list[Tensor | None]:
     with torch.no_grad():
         if isinstance(node, BackwardCFunction):
             return _call_python(node, cotangents, len(edges))

@@ -98,12 +98,14 @@ class _Task(torch.autograd.Function):
         return grads[0], None
 
 
-def in_own_task(fn: Callable[[], None], *, retain_graph: bool = False) -> None:
-    """Call ``fn`` inside a backward that is separate from the one under way."""
+def in_own_task(fn: Callable[[], None]) -> None:
+    """Call ``fn`` inside a backward that is separate from the one under way.
+
+    It is a plain ``backward()``, which prunes nothing: nodes called by ``fn`` compute all their outputs.
+    """
     with torch.enable_grad():
-        anchor = torch.zeros((), requires_grad=True)
-        result = _Task.apply(anchor, fn)
-    torch.autograd.grad(result, anchor, retain_graph=retain_graph)
+        result: Tensor = _Task.apply(torch.zeros((), requires_grad=True), fn)  # type: ignore[no-untyped-call]
+    result.backward()  # type: ignore[no-untyped-call]
 
 
 def read_region(first: Node, others: Iterable[Node]) -> dict[Node, dict[str, Tensor]]:

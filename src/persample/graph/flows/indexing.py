@@ -52,7 +52,7 @@ def index(site: Site, k: int, layouts: Layouts) -> Fate:
     for d in range(len(shape)):
         to_dims.append(None if d in block else kept[d if d < start else d - width])
     found = carry(layout, shape, target, to_dims)
-    if found is not None:
+    if found is not None and sample_dims(layout, shape):
         return found
     if site.is_weight(k):
         return Flow.SHARED
@@ -65,7 +65,7 @@ def index_select(site: Site, k: int, layouts: Layouts) -> Fate:
     layout, shape, target = only(layouts), site.shapes[0], site.target(k)
     dim = site.number("dim") % max(len(shape), 1)
     found = carry(layout, shape, target, [None if d == dim else d for d in range(len(shape))])
-    if found is not None:
+    if found is not None and sample_dims(layout, shape):
         return found
     if site.is_weight(k):
         return Flow.SHARED

@@ -9,6 +9,10 @@ from ..site import Fate, Flow, Site
 from .registry import Layouts, flow, keep, only
 
 
+# Ops that read part of a tensor: what they did not read is nobody's, even when all they read is one sample's.
+SECTIONS = frozenset("Slice Select Split UnsafeSplit SplitWithSizes UnsafeSplitWithSizes Unbind Index IndexSelect".split())
+
+
 @flow("View UnsafeView ReshapeAlias Squeeze Unsqueeze ReshapeCopy MkldnnReshape")
 def view(site: Site, k: int, layouts: Layouts) -> Fate:
     """The order of elements is the same, only the dims are counted otherwise."""

@@ -23,6 +23,8 @@ def _affine(use: Use, normalised: Tensor | None, broadcast: Shape) -> Factor | N
 @rule("NativeLayerNorm")
 def layer_norm(use: Use) -> Factor | None:
     """x̂ = (x - mean) · rstd, normalised over the last dims."""
+    if use.k == 0:
+        return None
     if use.k == 2:
         return dense(use.g, use.layout, use.target)
     site = use.site
@@ -34,6 +36,8 @@ def layer_norm(use: Use) -> Factor | None:
 def rms_norm(use: Use) -> Factor | None:
     """x̂ = x · rstd."""
     site = use.site
+    if use.k != 1:
+        return None
     return _affine(use, (site.tensor("input") * site.tensor("result1")).to(use.g.dtype), use.target)
 
 
@@ -42,6 +46,8 @@ def group_norm(use: Use) -> Factor | None:
     """x̂ normalised over each group of channels."""
     site, g = use.site, use.g
     channels = (g.shape[1], *[1] * (g.ndim - 2))
+    if use.k == 0:
+        return None
     if use.k == 2:
         return _affine(use, None, channels)
     x, mean, rstd = site.tensor("input"), site.tensor("result1"), site.tensor("result2")
@@ -56,6 +62,8 @@ def batch_norm(use: Use) -> Factor | None:
     """x̂ from the running statistics, or from those of the batch, which are constants for scale and shift."""
     site, g = use.site, use.g
     channels = (g.shape[1], *[1] * (g.ndim - 2))
+    if use.k == 0:
+        return None
     if use.k == 2:
         return _affine(use, None, channels)
     x = site.tensor("input")
