@@ -9,8 +9,8 @@ from functools import partial
 from torch import Tensor, nn
 
 from tests.zoo.build import Spec, build
-from tests.zoo.names import GROUPS, SQUARE
-from tests.zoo.options import OPTIONS
+from tests.zoo.names import GROUPS
+from tests.zoo.options import options
 
 
 @dataclass(frozen=True)
@@ -24,17 +24,13 @@ class Entry:
     rtol: float = 1e-8
 
 
-def _entries() -> list[Entry]:
-    """One entry per name in the table."""
-    out = []
-    for family, head, feed, names in GROUPS:
-        for name in names.split():
-            options = ({"B": 4, "T": 4} if name in SQUARE else {}) | OPTIONS.get(name, {})
-            interacts = options.pop("interacts", False)
-            spec = Spec(**{"model_type": name.split("/")[0], "head": head, "feed": feed} | options)
-            out.append(Entry(name, family, partial(build, spec), interacts, 1e-4 if spec.float32 else 1e-8))
-    return out
+def _entry(name: str, family: str, head: str, feed: str) -> Entry:
+    """The entry of one name of the table."""
+    changes = options(name)
+    interacts = changes.pop("interacts", False)
+    spec = Spec(**{"model_type": name.split("/")[0], "head": head, "feed": feed} | changes)
+    return Entry(name, family, partial(build, spec), interacts, rtol=1e-4 if spec.float32 else 1e-8)
 
 
-ENTRIES = _entries()
+ENTRIES = [_entry(name, *group) for group, names in GROUPS.items() for name in names.split()]
 FAST: list[str] = []

@@ -13,38 +13,49 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-TINY: dict[str, Any] = (
-    dict.fromkeys("hidden_size d_model n_embd dim emb_dim embed_dim decoder_hidden_size".split(), 16)
-    | dict.fromkeys("intermediate_size hidden_dim d_ff ffn_dim encoder_ffn_dim decoder_ffn_dim".split(), 24)
-    | dict.fromkeys("num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers".split(), 2)
-    | dict.fromkeys("num_attention_heads n_head n_heads num_heads num_stages num_encoder_blocks".split(), 2)
-    | dict.fromkeys(
-        "encoder_attention_heads decoder_attention_heads type_vocab_size index_n_heads".split(), 2
-    )
-    | dict.fromkeys(
-        "linear_num_key_heads linear_num_value_heads linear_num_heads num_experts_per_tok".split(), 2
-    )
-    | dict.fromkeys("head_dim d_kv embedding_size projection_dim index_head_dim linear_head_dim".split(), 8)
-    | dict.fromkeys("q_lora_rank kv_lora_rank qk_nope_head_dim v_head_dim mamba_d_head".split(), 8)
-    | dict.fromkeys("linear_key_head_dim linear_value_head_dim max_source_positions".split(), 8)
-    | dict.fromkeys("max_position_embeddings n_positions max_2d_position_embeddings".split(), 64)
-    | dict.fromkeys("num_experts num_local_experts n_routed_experts mamba_n_heads mamba_d_state".split(), 4)
-    | dict.fromkeys("mamba_chunk_size chunk_size qk_rope_head_dim sliding_window index_topk".split(), 4)
-    | dict.fromkeys("moe_intermediate_size shared_expert_intermediate_size".split(), 12)
-    | dict.fromkeys("bos_token_id decoder_start_token_id num_key_value_heads topk_group".split(), 1)
-    | {"vocab_size": 50, "pad_token_id": 0, "eos_token_id": 2, "n_group": 2, "n_shared_experts": 1}
-    | {"first_k_dense_replace": 1, "image_size": 16, "patch_size": 4, "num_channels": 3, "num_labels": 3}
-    | {
-        "depths": [1, 1],
-        "hidden_sizes": [8, 16],
-        "patch_sizes": [3, 3],
-        "strides": [2, 2],
-        "sr_ratios": [2, 1],
-    }
-    | {"mlp_ratios": [2, 2], "num_mel_bins": 16, "feature_projection_input_dim": 16, "conv_dim": [8, 8]}
-    | {"conv_stride": [3, 2], "conv_kernel": [4, 3], "num_conv_pos_embeddings": 4}
-    | {"num_conv_pos_embedding_groups": 2, "conv_depthwise_kernel_size": 3}
-)
+SIZES = {
+    64: "max_position_embeddings n_positions max_2d_position_embeddings",
+    50: "vocab_size",
+    24: "intermediate_size hidden_dim d_ff ffn_dim encoder_ffn_dim decoder_ffn_dim",
+    16: """
+        hidden_size d_model n_embd dim emb_dim embed_dim decoder_hidden_size image_size num_mel_bins
+        feature_projection_input_dim
+    """,
+    12: "moe_intermediate_size shared_expert_intermediate_size",
+    8: """
+        head_dim d_kv embedding_size projection_dim index_head_dim linear_head_dim q_lora_rank kv_lora_rank
+        qk_nope_head_dim v_head_dim mamba_d_head linear_key_head_dim linear_value_head_dim
+        max_source_positions
+    """,
+    4: """
+        num_experts num_local_experts n_routed_experts mamba_n_heads mamba_d_state mamba_chunk_size chunk_size
+        qk_rope_head_dim sliding_window index_topk patch_size num_conv_pos_embeddings
+    """,
+    3: "num_channels num_labels conv_depthwise_kernel_size",
+    2: """
+        num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_attention_heads n_head
+        n_heads num_heads num_stages num_encoder_blocks encoder_attention_heads decoder_attention_heads
+        type_vocab_size index_n_heads linear_num_key_heads linear_num_value_heads linear_num_heads
+        num_experts_per_tok n_group eos_token_id num_conv_pos_embedding_groups
+    """,
+    1: """
+        bos_token_id decoder_start_token_id num_key_value_heads topk_group n_shared_experts
+        first_k_dense_replace
+    """,
+    0: "pad_token_id",
+}
+STAGES = {
+    "depths": [1, 1],
+    "hidden_sizes": [8, 16],
+    "patch_sizes": [3, 3],
+    "strides": [2, 2],
+    "sr_ratios": [2, 1],
+    "mlp_ratios": [2, 2],
+    "conv_dim": [8, 8],
+    "conv_stride": [3, 2],
+    "conv_kernel": [4, 3],
+}
+TINY: dict[str, Any] = {name: size for size, names in SIZES.items() for name in names.split()} | STAGES
 
 
 @dataclass(frozen=True)
@@ -66,7 +77,7 @@ class Spec:
 
 
 class Float64(TorchFunctionMode):
-    """Turns the casts to float32 that models contain into casts to float64, so that 1e-8 can be asked of all."""
+    """Turns the casts to float32 inside a model into casts to float64, so that 1e-8 can be asked of all."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is Tensor.float:
@@ -173,7 +184,8 @@ class Losses:
     def _main(self, found: Mapping[str, Any]) -> list[Tensor]:
         """The outputs asked for, or all that are differentiable and have the batch first."""
         if self.outputs:
-            return [t for name in self.outputs for t in ([v] if isinstance(v := found[name], Tensor) else v)]
+            chosen = [found[name] for name in self.outputs]
+            return [t for value in chosen for t in ([value] if isinstance(value, Tensor) else value)]
         tensors = [t for t in found.values() if isinstance(t, Tensor) and t.requires_grad]
         return [t for t in tensors if t.dim() > 1 and t.shape[0] == self.B]
 

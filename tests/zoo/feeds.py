@@ -59,6 +59,14 @@ def sound(model: nn.Module, spec: Spec) -> Inputs:
     return {"input_values": torch.randn(spec.B, *(spec.shape or (90,)))}
 
 
+def codes(model: nn.Module, spec: Spec) -> Inputs:
+    """Sound that is already quantised, frames before samples."""
+    return sound(model, spec) | {
+        "audio_codes": torch.randint(0, 8, (1, spec.B, 1, 23)),
+        "audio_scales": [None],
+    }
+
+
 def features(model: nn.Module, spec: Spec) -> Inputs:
     return {model.main_input_name: torch.randn(spec.B, *(spec.shape or (24, 16)))}
 
@@ -76,20 +84,7 @@ def speech2seq(model: nn.Module, spec: Spec) -> Inputs:
     return features(model, spec) | {"decoder_input_ids": ids(spec.B, spec.T)}
 
 
+KINDS = (text, text_padded, text_boxes, seq2seq, pixels, video, text_and_pixels, sound, codes, features)
 FEEDS: dict[str, Callable[[nn.Module, Spec], Inputs]] = {
-    f.__name__: f
-    for f in (
-        text,
-        text_padded,
-        text_boxes,
-        seq2seq,
-        pixels,
-        video,
-        text_and_pixels,
-        sound,
-        features,
-        speech2seq,
-        masked_features,
-        pixels2seq,
-    )
+    f.__name__: f for f in (*KINDS, masked_features, pixels2seq, speech2seq)
 }

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.zoo.names import SQUARE
+
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
-
-
 RESNET = {"model_type": "resnet", "out_features": ["stage1", "stage2"]}
+# Deep narrow networks without active normalisation need weights that keep the signal alive.
+STRONG = {"noise": 0.5}
 DETR = {"backbone_config": RESNET, "num_queries": 5}
 
 
 def sizes(**config: Any) -> dict[str, Any]:
     """An option that changes the configuration alone."""
     return {"config": config}
+
+
+def shaped(*shape: int, **config: Any) -> dict[str, Any]:
+    """An option that changes the shape of a sample, and the configuration."""
+    return {"shape": shape, "config": config}
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -44,9 +51,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
         activation_sparsity_pattern=[0.5, 0.0],
     ),
     "gemma4_text": sizes(vocab_size_per_layer_input=50, hidden_size_per_layer_input=4),
-    "reformer": sizes(
-        is_decoder=True, attn_layers=["local", "lsh"], axial_pos_shape=[8, 8], axial_pos_embds_dim=[4, 12]
-    ),
     "glm4v_moe_text": sizes(rope_parameters=MROPE, head_dim=16),
     "dbrx": sizes(
         attn_config={"kv_n_heads": 1, "rope_theta": 10000.0, "clip_qkv": 1.0},
@@ -80,15 +84,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "maskformer-swin": sizes(window_size=2),
     "swin2sr": sizes(window_size=2, patch_size=1),
     "efficientnet": sizes(
-        width_coefficient=1.0,
+        width_coefficient=0.25,
         depth_coefficient=1.0,
+        hidden_dim=320,
         kernel_sizes=[3, 5],
-        in_channels=[32, 8],
-        out_channels=[8, 16],
+        in_channels=[32, 32],
+        out_channels=[32, 64],
         strides=[2, 1],
         num_block_repeats=[1, 2],
         expand_ratios=[1, 2],
-    ),
+    )
+    | STRONG,
     "hiera": sizes(
         num_query_pool=1,
         masked_unit_size=[2, 2],
@@ -98,39 +104,26 @@ OPTIONS: dict[str, dict[str, Any]] = {
         masked_unit_attention=[True, False],
         num_heads=[1, 2],
     ),
-    "levit": {
-        "config": {
-            "hidden_sizes": [8, 8, 16],
-            "num_attention_heads": [2, 2, 2],
-            "depths": [1, 1, 1],
-            "key_dim": [4, 4, 4],
-            "image_size": 64,
-            "patch_size": 16,
-        },
-        "shape": (3, 64, 64),
-    },
-    "mgp-str": {
-        "head": "MgpstrForSceneTextRecognition",
-        "config": {"num_bpe_labels": 5, "num_wordpiece_labels": 5},
-        "outputs": ("logits",),
-    },
-    "mobilenet_v1": {"config": {"depth_multiplier": 0.1}, "noise": 0.5},
-    "mobilenet_v2": {"config": {"depth_multiplier": 0.1}, "noise": 0.4},
-    "mobilevit": {
-        "config": {"hidden_sizes": [8, 8, 8], "neck_hidden_sizes": [8] * 7, "patch_size": 2},
-        "noise": 0.4,
-        "shape": (3, 64, 64),
-    },
-    "mobilevitv2": {
-        "config": {
-            "base_attn_unit_dims": [64, 64, 64],
-            "n_attn_blocks": [1, 1, 1],
-            "width_multiplier": 0.1,
-            "patch_size": 2,
-        },
-        "noise": 0.4,
-        "shape": (3, 64, 64),
-    },
+    "levit": shaped(
+        3,
+        64,
+        64,
+        hidden_sizes=[8, 8, 16],
+        num_attention_heads=[2, 2, 2],
+        depths=[1, 1, 1],
+        key_dim=[4, 4, 4],
+        image_size=64,
+        patch_size=16,
+    )
+    | {"noise": 0.2},
+    "mgp-str": sizes(num_bpe_labels=5, num_wordpiece_labels=5) | {"outputs": ("logits",)},
+    "mobilenet_v1": sizes(depth_multiplier=0.1) | STRONG,
+    "mobilenet_v2": sizes(depth_multiplier=0.1) | STRONG,
+    "mobilevit": shaped(3, 64, 64, hidden_sizes=[8, 8, 8], neck_hidden_sizes=[8] * 7, patch_size=2) | STRONG,
+    "mobilevitv2": shaped(
+        3, 64, 64, base_attn_unit_dims=[64] * 3, n_attn_blocks=[1] * 3, width_multiplier=0.1, patch_size=2
+    )
+    | STRONG,
     "pvt": sizes(sequence_reduction_ratios=[2, 1], patch_sizes=[4, 2], strides=[4, 2]),
     "textnet": sizes(
         stem_out_channels=8,
@@ -148,7 +141,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         stage_light_block=[False, True],
         stage_kernel_size=[3, 3],
         stage_numb_of_layers=[2, 2],
-    ),
+    )
+    | STRONG,
     "videomae": sizes(num_frames=4),
     "vivit": sizes(num_frames=4, tubelet_size=[2, 4, 4]),
     "vjepa2": sizes(
@@ -184,7 +178,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "upernet": sizes(backbone_config=RESNET, use_auxiliary_head=False),
     "audio-spectrogram-transformer": sizes(max_length=24, frequency_stride=4, time_stride=4),
     "audioflamingo3_encoder": {"feed": "masked_features", "shape": (16, 16)},
-    "gemma4_audio": {"config": {"subsampling_conv_channels": [8, 4]}, "shape": (24, 8)},
+    "gemma4_audio": shaped(24, 8, subsampling_conv_channels=[8, 4]),
     "patchtst": sizes(context_length=24, num_input_channels=16),
     "patchtsmixer": sizes(context_length=24, num_input_channels=16),
     "univnet": sizes(
@@ -193,42 +187,28 @@ OPTIONS: dict[str, dict[str, Any]] = {
         resblock_stride_sizes=[2, 2, 2],
         kernel_predictor_hidden_channels=4,
     ),
-    "encodec": {
-        "config": {"num_filters": 4, "upsampling_ratios": [2, 2], "codebook_size": 8},
-        "shape": (1, 90),
-    },
-    "mimi": {
-        "config": {
-            "num_filters": 4,
-            "upsampling_ratios": [2, 2],
-            "codebook_size": 8,
-            "codebook_dim": 8,
-            "upsample_groups": 16,
-            "vector_quantization_hidden_dimension": 8,
-            "num_quantizers": 2,
-        },
-        "shape": (1, 90),
-    },
-    "dac": {
-        "config": {
-            "encoder_hidden_size": 4,
-            "downsampling_ratios": [2, 2],
-            "codebook_size": 8,
-            "n_codebooks": 2,
-        },
-        "shape": (1, 90),
-    },
+    "encodec": shaped(1, 90, num_filters=4, upsampling_ratios=[2, 2], codebook_size=8),
+    "mimi": shaped(
+        1,
+        90,
+        num_filters=4,
+        upsampling_ratios=[2, 2],
+        codebook_size=8,
+        codebook_dim=8,
+        upsample_groups=16,
+        vector_quantization_hidden_dimension=8,
+        num_quantizers=2,
+    ),
+    "dac": shaped(1, 90, encoder_hidden_size=4, downsampling_ratios=[2, 2], codebook_size=8, n_codebooks=2),
     "speech_to_text": sizes(input_feat_per_channel=16, conv_channels=8),
-    "moonshine": {
-        "config": {
-            "encoder_num_hidden_layers": 2,
-            "decoder_num_hidden_layers": 2,
-            "encoder_num_attention_heads": 2,
-            "decoder_num_attention_heads": 2,
-        },
-        "shape": (1500,),
-    },
-    "speecht5": {"shape": (90,)},
+    "moonshine": shaped(
+        1500,
+        encoder_num_hidden_layers=2,
+        decoder_num_hidden_layers=2,
+        encoder_num_attention_heads=2,
+        decoder_num_attention_heads=2,
+    ),
+    "speecht5": shaped(90),
     "encoder-decoder": sizes(
         encoder={"model_type": "bert"}, decoder={"model_type": "gpt2", "add_cross_attention": True}
     ),
@@ -236,37 +216,45 @@ OPTIONS: dict[str, dict[str, Any]] = {
         encoder={"model_type": "vit"},
         decoder={"model_type": "bert", "add_cross_attention": True, "is_decoder": True},
     ),
-    "speech-encoder-decoder": {
-        "config": {"encoder": {"model_type": "wav2vec2"}, "decoder": {"model_type": "bart"}},
-        "shape": (90,),
-    },
-    "bert/eager": {"attention": "eager"},
-    "llama/eager": {"attention": "eager"},
-    "vit/eager": {"attention": "eager", "B": 4},
+    "speech-encoder-decoder": shaped(90, encoder={"model_type": "wav2vec2"}, decoder={"model_type": "bart"}),
     "llama/float32": {"float32": True},
     "mixtral/batched": {"experts": "batched_mm"},
-    "mixtral/grouped": {"experts": "grouped_mm", "float32": True},
     "clip": {"interacts": True},
     "siglip": {"interacts": True},
 }
 
 # Latent attention has as many key as query heads.
-OPTIONS |= dict.fromkeys(
-    "axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 diffllama esmc glm4_moe_lite glm_moe_dsa mistral4 "
-    "mistral_large4_text minicpm3 youtu".split(),
-    sizes(num_key_value_heads=2),
-)
-OPTIONS["deepseek_v3/grouped"] = OPTIONS["deepseek_v3"] | OPTIONS["mixtral/grouped"]
-OPTIONS |= dict.fromkeys(
-    "qwen2_vl_text qwen2_5_vl_text glm4v_text glm_image_text glm_ocr_text hunyuan_vl_text".split(),
-    sizes(rope_parameters=MROPE),
-)
-OPTIONS |= dict.fromkeys(
-    "aimv2 altclip blip chinese_clip groupvit metaclip_2 tipsv2 clipseg".split(),
-    {"outputs": ("text_embeds", "image_embeds")},
-)
-OPTIONS |= dict.fromkeys(
-    "voxtral_encoder glmasr_encoder qwen2_audio_encoder voxtral_realtime_encoder whisper".split(),
-    {"shape": (16, 16)},
-)
-OPTIONS |= dict.fromkeys("detr conditional_detr dab-detr table-transformer".split(), sizes(**DETR))
+MLA = """
+    axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa mistral4 mistral_large4_text
+    minicpm3 youtu
+"""
+
+SHARED: list[tuple[str, dict[str, Any]]] = [
+    (MLA + "diffllama esmc", sizes(num_key_value_heads=2)),
+    (
+        "qwen2_vl_text qwen2_5_vl_text glm4v_text glm_image_text glm_ocr_text hunyuan_vl_text",
+        sizes(rope_parameters=MROPE),
+    ),
+    (
+        "aimv2 altclip blip chinese_clip groupvit metaclip_2 tipsv2 clipseg",
+        {"outputs": ("text_embeds", "image_embeds")},
+    ),
+    (
+        "voxtral_encoder glmasr_encoder qwen2_audio_encoder voxtral_realtime_encoder whisper",
+        {"shape": (16, 16)},
+    ),
+    ("detr conditional_detr dab-detr table-transformer", sizes(**DETR)),
+    ("bert/eager llama/eager vit/eager", {"attention": "eager"}),
+    ("mixtral/grouped deepseek_v3/grouped", {"experts": "grouped_mm", "float32": True}),
+]
+
+
+def options(name: str) -> dict[str, Any]:
+    """What the model type and its variant change, the variant last."""
+    model_type = name.split("/")[0]
+    found: dict[str, Any] = {"B": 4, "T": 4} if name in SQUARE.split() else {}
+    for key in dict.fromkeys([model_type, name]):
+        for names, shared in SHARED:
+            found |= shared if key in names.split() else {}
+        found |= OPTIONS.get(key, {})
+    return found

@@ -11,7 +11,7 @@ from torch.autograd.graph import Node
 from .flows import FLOWS
 from .flows.shapes import SECTIONS
 from .flows.registry import whole
-from .invoke import is_python
+from .invoke import is_compiled, is_python
 from .layout import Block, Layout, join
 from .probe import probe_node, probe_slots
 from .site import Fate, Flow, Site
@@ -81,7 +81,7 @@ class _Assignment:
                 self.map.probed.add(site.node)
                 if site.is_weight(k):
                     fate = Flow.SHARED
-                elif is_python(site.node):
+                elif is_python(site.node) and not is_compiled(site.node):
                     fate = self._by_backward()[slot]
                 else:
                     asked = asked or probe_node(site, layouts, self.map.batch)
@@ -101,7 +101,7 @@ class _Assignment:
             slots = {
                 slot
                 for node in self.tape.order
-                if is_python(node)
+                if is_python(node) and not is_compiled(node)
                 for slot in self.tape.edges[node]
                 if slot is not None and not is_leaf(slot[0])
             }

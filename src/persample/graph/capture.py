@@ -158,7 +158,7 @@ class _Capture:
                     self._add(slot, factor)
             if slow:
                 self._fall_back(site, slow, dense, layouts)
-        site.provide({})
+        site.forget()
 
     def _by_rule(self, use: Use) -> Factor | None:
         flow = self.map.flows[use.site.node, use.k]
@@ -214,7 +214,7 @@ class _Capture:
         """In a checkpointed region, read what all its frontier nodes saved, in one recomputation."""
         if not site.recomputed and saved.in_checkpoint(site.node):
             for node, values in saved.read_region(site.node, self.pending).items():
-                self.map.sites[node].provide(values)
+                self.map.sites[node].recomputed = values
 
     def _add(self, slot: Slot, factor: Factor) -> None:
         self.terms.setdefault(slot, []).append(factor)

@@ -11,7 +11,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from .layout import Shape
-from .saved import in_checkpoint, in_own_task
+from .saved import in_checkpoint, in_own_task, scratch_restored
 from .tape import Slot
 
 
@@ -20,17 +20,35 @@ def is_python(node: Node) -> bool:
     return isinstance(node, BackwardCFunction) or "CppNode" in node.name()
 
 
+def is_compiled(node: Node) -> bool:
+    """A region made by ``torch.compile``: opaque, but linear."""
+    return type(node).__name__ == "CompiledFunctionBackward"
+
+
 def call(node: Node, cotangents: Sequence[Tensor | None], edges: Sequence[Slot | None]) -> list[Tensor | None]:
     """A node's outputs for these cotangents, one per edge, not yet summed over broadcast dims.
 
     Inside a backward, the engine's own task would prune outputs that it does not need; and a checkpointed node may be
     unpacked once per task only. Such calls get a task of their own.
     """
+    if is_compiled(node):
+        return _call_compiled(node, cotangents, edges)
     if torch._C._current_graph_task_id() == -1 and not in_checkpoint(node):
         return _call(node, cotangents, edges)
     outputs: list[list[Tensor | None]] = []
     in_own_task(lambda: outputs.append(_call(node, cotangents, edges)))
     return outputs[0]
+
+
+def _call_compiled(node: Node, cotangents: Sequence[Tensor | None], edges: Sequence[Slot | None]) -> list[Tensor | None]:
+    outputs: list[Tensor | None] = []
+
+    def run() -> None:
+        outputs.extend(None if t is None else t.clone() for t in _call(node, cotangents, edges))
+
+    with scratch_restored(node):
+        in_own_task(run, keep_graph=True)
+    return outputs
 
 
 def _call(node: Node, cotangents: Sequence[Tensor | None], edges: Sequence[Slot | None]) -> list[Tensor | None]:

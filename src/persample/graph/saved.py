@@ -10,11 +10,13 @@ for the engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch import Tensor
 from torch.autograd.graph import Node
 
@@ -98,14 +100,29 @@ class _Task(torch.autograd.Function):
         return grads[0], None
 
 
-def in_own_task(fn: Callable[[], None]) -> None:
+def in_own_task(fn: Callable[[], None], *, keep_graph: bool = False) -> None:
     """Call ``fn`` inside a backward that is separate from the one under way.
 
     It is a plain ``backward()``, which prunes nothing: nodes called by ``fn`` compute all their outputs.
     """
     with torch.enable_grad():
         result: Tensor = _Task.apply(torch.zeros((), requires_grad=True), fn)  # type: ignore[no-untyped-call]
-    result.backward()  # type: ignore[no-untyped-call]
+    result.backward(retain_graph=keep_graph)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def scratch_restored(node: Any) -> Iterator[None]:
+    """Let a compiled node run without using up what it saved.
+
+    Compiled code may take its saved tensors as scratch memory, and then refuses to run while the graph is kept.
+    The refusal is switched off here, and the tensors are put back as they were.
+    """
+    tensors = [t for t in node.saved_tensors if isinstance(t, Tensor)]
+    before = [t.detach().clone() for t in tensors]
+    with torch._functorch.config.patch(donated_buffer=False):
+        yield
+    for now, then in zip(tensors, before, strict=True):
+        now.data.copy_(then)
 
 
 def read_region(first: Node, others: Iterable[Node]) -> dict[Node, dict[str, Tensor]]:

@@ -27,7 +27,7 @@ Fate = Layout | Flow | None  # None: nothing flows here
 class Site:
     """A node with its shapes, its saved values and the places its outputs go to."""
 
-    __slots__ = ("_tape", "edges", "name", "node", "recomputed", "shapes")
+    __slots__ = ("_tape", "edges", "memo", "name", "node", "recomputed", "shapes")
 
     def __init__(self, tape: Tape, node: Node) -> None:
         self.node = node
@@ -35,7 +35,8 @@ class Site:
         self.shapes = tape.shapes(node)
         self.edges = tape.edges[node]
         self._tape = tape
-        self.recomputed: dict[str, Tensor] = {}
+        self.recomputed: dict[str, Tensor] = {}  # saved tensors of a checkpointed region, read ahead
+        self.memo: dict[str, Any] = {}  # what several rules of one node share
 
     def target(self, k: int) -> Shape:
         """The shape of the tensor whose gradient is backward output k."""
@@ -53,9 +54,9 @@ class Site:
         """The backward outputs that lead to requested parameters."""
         return [(k, slot) for k, slot in enumerate(self.edges) if slot is not None]
 
-    def provide(self, recomputed: dict[str, Tensor]) -> None:
-        """Hand over saved tensors of a checkpointed region that were read ahead."""
-        self.recomputed = recomputed
+    def forget(self) -> None:
+        """Let go of what was only needed while factors were made."""
+        self.recomputed, self.memo = {}, {}
 
     def tensor(self, name: str) -> Tensor:
         """A saved tensor that the rule cannot do without."""

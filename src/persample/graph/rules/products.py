@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ...factors import Dense, Factor, Outer
 from ..lanes import Lanes
-from ..layout import Layout
+from ..layout import Layout, carry, labels
 from .broadcast import dense
 from .registry import Use, rule
 
@@ -56,8 +57,6 @@ def _matrix(use: Use, operand: int, first: str, second: str, scale: float) -> Fa
 
 def _column_lanes(layout: Layout, g: Tensor) -> Lanes | None:
     """The columns of a matrix as rows that belong to samples."""
-    from ..layout import carry  # the transposed layout
-
     flipped = carry(layout, tuple(g.shape), tuple(g.t().shape), (1, 0))
     return None if flipped is None else Lanes.of(flipped, tuple(g.t().shape), 1)
 
@@ -79,30 +78,61 @@ def baddbmm(use: Use) -> Factor | None:
 
 def _matrices(use: Use, operand: int, first: str, second: str, scale: float) -> Factor | None:
     """As `_matrix`, with a leading dim of n independent products: factors (B, n, T, ·)."""
-    from ..layout import carry
+    if use.g.is_complex():
+        return None
+    order = (0, 1, 2) if operand == 1 else (0, 2, 1)  # bring the contracted dim second: (n, positions, ·)
+    g = use.g.permute(order)
+    layout = carry(use.layout, tuple(use.g.shape), tuple(g.shape), order)
+    if layout is None:
+        return None
+    other = use.site.tensor(first if operand == 1 else second).permute(order)
+    grouped = _by_product(layout, g, other)
+    if grouped is None:
+        return None
+    dy, x = grouped
+    return Outer(x, dy, scale) if operand == 1 else Outer(dy, x, scale)
 
-    g = use.g
-    if g.is_complex():
+
+def _by_product(layout: Layout, *tensors: Tensor) -> tuple[Tensor, ...] | None:
+    """(n, positions, ·) -> (B, n, T, ·) each, for a sample that lies in the positions or in both first dims."""
+    shape = tuple(tensors[0].shape)
+    n = shape[0]
+    swapped = carry(layout, shape, (shape[1], n, shape[2]), (1, 0, 2))
+    lanes = None if swapped is None else Lanes.of(swapped, (shape[1], n, shape[2]), 1)
+    if lanes is not None and n == 1:
+        return tuple(lanes.group(t.squeeze(0)).unsqueeze(1) for t in tensors)
+    if lanes is not None:
+        return tuple(lanes.group(t.transpose(0, 1)).transpose(1, 2) for t in tensors)
+    mark = labels(layout, shape)
+    if mark.shape[2] != 1:
         return None
-    n = len(g)
-    rows_first = g.permute(1, 0, 2) if operand == 1 else g.permute(2, 0, 1)
-    to_dims = (1, 0, 2) if operand == 1 else (1, 2, 0)
-    layout = carry(use.layout, tuple(g.shape), tuple(rows_first.shape), to_dims)
-    lanes = None if layout is None else Lanes.of(layout, tuple(rows_first.shape), 1)
-    if lanes is None:
+    mark = mark.squeeze(2).expand(n, shape[1])  # routed experts: every product has its own rows
+    product = torch.arange(n).unsqueeze(1)
+    lanes = Lanes(layout.batch * n, 0, 0, torch.where(mark < 0, mark, mark * n + product).reshape(-1))
+    return tuple(lanes.group(t.flatten(0, 1)).unflatten(0, (layout.batch, n)) for t in tensors)
+
+
+@rule("Addbmm")
+def addbmm(use: Use) -> Factor | None:
+    """result = beta · bias + alpha · Σ_n a_n @ b_n: one cotangent for all products."""
+    if use.k == 0:
+        return _scaled_bias(use)
+    alpha = _scalar(use, "alpha")
+    order = (0, 1) if use.k == 2 else (1, 0)
+    g = use.g.permute(order)
+    layout = carry(use.layout, tuple(use.g.shape), tuple(g.shape), order)
+    lanes = None if layout is None else Lanes.of(layout, tuple(g.shape), 1)
+    if lanes is None or alpha is None or g.is_complex():
         return None
-    if operand == 1:
-        left, right = use.site.tensor(first).permute(1, 0, 2), rows_first
-    else:
-        left, right = rows_first, use.site.tensor(second).permute(2, 0, 1)
-    if n == 1:
-        return Outer(*(lanes.group(t.squeeze(1)).unsqueeze(1) for t in (left, right)), scale)
-    return Outer(*(lanes.group(t).transpose(1, 2) for t in (left, right)), scale)
+    other = use.site.tensor("batch1") if use.k == 2 else use.site.tensor("batch2").mT
+    x = lanes.group(other.transpose(0, 1)).transpose(1, 2)
+    dy = lanes.group(g).unsqueeze(1).expand(-1, len(other), -1, -1)
+    return Outer(x, dy, alpha) if use.k == 2 else Outer(dy, x, alpha)
 
 
 @rule("Mv Addmv")
 def mv(use: Use) -> Factor | None:
-    """result = A @ x: dA = g ⊗ x when the sample lies in x's… rows of A; dx = Aᵀ g, sample in the rows of A."""
+    """result = A @ x for samples in the rows of A: dx = Σ_t g[t] A[t]."""
     operand = use.k if use.site.name == "Mv" else use.k - 1
     if operand < 0:
         return _scaled_bias(use)

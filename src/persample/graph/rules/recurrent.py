@@ -2,11 +2,54 @@
 
 from __future__ import annotations
 
-from ...factors import Factor
+from torch import Tensor
+
+from ...factors import Dense, Factor, Outer
+from ...kernels.recurrence import LstmLayer, lstm_gate_cotangents
+from ..lanes import Lanes
+from ..layout import Layout, carry, join
 from .registry import Use, rule
 
 
 @rule("MkldnnRnnLayer")
 def fused_lstm(use: Use) -> Factor | None:
-    """The CPU's fused LSTM layer."""
-    return None
+    """One direction of one layer of the CPU's LSTM: outputs 1 to 4 are w_ih, w_hh, b_ih, b_hh."""
+    lanes = _columns(use)
+    if lanes is None or not 1 <= use.k <= 4:
+        return None
+    dgates, previous = _replayed(use)
+    dy = lanes.group(dgates.transpose(0, 1)).flatten(1, 2)
+    if use.k >= 3:
+        return Dense(dy.sum(1).to(use.site.metadata(use.k).dtype))
+    x = use.site.tensor("input").to(dgates.dtype) if use.k == 1 else previous
+    return Outer(dy, lanes.group(x.transpose(0, 1)).flatten(1, 2))
+
+
+def _columns(use: Use) -> Lanes | None:
+    """Columns (T, ·) of the layer as rows that belong to samples; None if the cotangents disagree on whose they are."""
+    found: Layout | None = None
+    for shape, layout in zip(use.site.shapes, use.layouts, strict=True):
+        if layout is None:
+            continue
+        columns = shape[-2]
+        to_dims = [0 if d == len(shape) - 2 else None for d in range(len(shape))]
+        one = carry(layout, shape, (columns,), to_dims)
+        found = one if found is None or one is None else join(found, one, (columns,))
+        if found is None:
+            return None
+    return None if found is None else Lanes.of(found, (columns,), 1)
+
+
+def _replayed(use: Use) -> tuple[Tensor, Tensor]:
+    """Gate cotangents and previous states, computed once for all weights of the layer."""
+    site = use.site
+    if "replayed" not in site.memo:
+        biases = (site.tensor("weight2"), site.tensor("weight3")) if site.value("has_biases") else None
+        weights = (site.tensor("weight0"), site.tensor("weight1"))
+        states = (site.tensor("hx_"), site.tensor("cx_"))
+        layer = LstmLayer(
+            site.tensor("input"), *states, *weights, biases, site.tensor("result0"), bool(site.value("reverse"))
+        )
+        site.memo["replayed"] = lstm_gate_cotangents(layer, *use.cotangents)
+    found: tuple[Tensor, Tensor] = site.memo["replayed"]
+    return found
