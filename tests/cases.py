@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-import case_library
-from case_library.registry import REGISTRY, Case
 from torch import Tensor
 
+from tests import case_library
+from tests.case_library.registry import REGISTRY, Case
+
 for _module in pkgutil.iter_modules(case_library.__path__):
-    importlib.import_module(f"case_library.{_module.name}")
+    importlib.import_module(f"tests.case_library.{_module.name}")
 
 CASES: tuple[Case, ...] = tuple(REGISTRY.values())
 

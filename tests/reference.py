@@ -75,9 +75,9 @@ def _difference(got: Tensor, want: Tensor, rtol: float, nan: bool) -> str | None
     wide = torch.complex128 if got.is_complex() else torch.float64
     left, right = (t.detach().to(wide).unsqueeze(-1).flatten(1) for t in (got, want))
     if nan:
-        # Equal infinities and NaNs in the same place count as equal; the rest is compared as usual.
-        same = (left == right) | (left.isnan() & right.isnan())
-        left, right = left.masked_fill(same, 0), right.masked_fill(same & ~right.isfinite(), 0)
+        # The same infinity or NaN in the same place counts as equal; the rest is compared as usual.
+        same = ((left == right) & ~right.isfinite()) | (left.isnan() & right.isnan())
+        left, right = left.masked_fill(same, 0), right.masked_fill(same, 0)
     if bad := _first_non_finite(left, right):
         return bad
     error = (left - right).abs().amax(1)

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from .registry import Program, case, ints, param, score, shaken
 
 
-@case({"batch-first": dict(batch_first=True), "time-first": {}, "no-bias": dict(batch_first=True, bias=False)})
+@case(
+    {"batch-first": {"batch_first": True}, "time-first": {}, "no-bias": {"batch_first": True, "bias": False}}
+)
 def multihead(B: int, **options: bool) -> Program:
     net = shaken(nn.MultiheadAttention(4, 2, **options))
     x = torch.randn(B, 5, 4) if net.batch_first else torch.randn(5, B, 4)
@@ -46,7 +48,7 @@ def multihead_padding_mask(B: int) -> Program:
     return net, lambda: score(net(x, x, x, key_padding_mask=mask, need_weights=False)[0])
 
 
-@case({"post-norm": {}, "pre-norm": dict(norm_first=True), "time-first": dict(batch_first=False)})
+@case({"post-norm": {}, "pre-norm": {"norm_first": True}, "time-first": {"batch_first": False}})
 def encoder_layer(B: int, **options: bool) -> Program:
     net = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, **{"batch_first": True, **options})
     x = torch.randn(B, 5, 4) if net.self_attn.batch_first else torch.randn(5, B, 4)
@@ -69,7 +71,7 @@ def encoder_decoder(B: int) -> Program:
     return net, lambda: score(net(x, y, tgt_mask=nn.Transformer.generate_square_subsequent_mask(3)))
 
 
-@case({"plain": {}, "causal": dict(is_causal=True), "scaled": dict(scale=0.3)})
+@case({"plain": {}, "causal": {"is_causal": True}, "scaled": {"scale": 0.3}})
 def dot_product(B: int, **options: float) -> Program:
     net, x = nn.Linear(4, 12), torch.randn(B, 5, 4)
 
@@ -80,7 +82,7 @@ def dot_product(B: int, **options: float) -> Program:
     return net, losses
 
 
-@case({"own-mask": dict(shape=(1, 5, 5)), "shared-mask": dict(shape=())})
+@case({"own-mask": {"shape": (1, 5, 5)}, "shared-mask": {"shape": ()}})
 def dot_product_masked(B: int, shape: tuple[int, ...]) -> Program:
     net, x = nn.Linear(4, 12), torch.randn(B, 5, 4)
     mask = (torch.rand(B, *shape) if shape else torch.rand(5, 5)) < 0.6
@@ -142,11 +144,11 @@ def learned_queries(B: int) -> Program:
 @case()
 def vision_transformer(B: int) -> Program:
     net = nn.ModuleDict(
-        dict(
-            patch=nn.Conv2d(3, 4, 2, stride=2),
-            layer=nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True, norm_first=True),
-            head=nn.Linear(4, 3),
-        )
+        {
+            "patch": nn.Conv2d(3, 4, 2, stride=2),
+            "layer": nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True, norm_first=True),
+            "head": nn.Linear(4, 3),
+        }
     )
     net.register_parameter("cls", param(1, 1, 4))
     net.register_parameter("pos", param(1, 10, 4))
@@ -221,13 +223,18 @@ def rotary(B: int) -> Program:
     return net, losses
 
 
-@case({"plain": dict(shift=0), "shifted": dict(shift=1)})
+@case({"plain": {"shift": 0}, "shifted": {"shift": 1}})
 def windows(B: int, shift: int) -> Program:
     """Swin: (B, 4, 4, C) is cut into four windows of 2 x 2 that join the batch dim."""
     net, table, x = nn.Linear(3, 9), param(4, 4), torch.randn(B, 4, 4, 3)
 
     def losses() -> Tensor:
-        h = torch.roll(x, (-shift, -shift), (1, 2)).view(B, 2, 2, 2, 2, 3).transpose(2, 3).reshape(B * 4, 4, 3)
+        h = (
+            torch.roll(x, (-shift, -shift), (1, 2))
+            .view(B, 2, 2, 2, 2, 3)
+            .transpose(2, 3)
+            .reshape(B * 4, 4, 3)
+        )
         q, k, v = net(h).chunk(3, -1)
         h = (q @ k.mT + table).softmax(-1) @ v
         h = h.view(B, 2, 2, 2, 2, 3).transpose(2, 3).reshape(B, 4, 4, 3)

@@ -27,13 +27,19 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@case({f"{op}-{shape}": dict(op=op, shape=shape) for op in OPERATIONS for shape in SHAPES})
+@case({f"{op}-{shape}": {"op": op, "shape": shape} for op in OPERATIONS for shape in SHAPES})
 def parameter_on_the_right(B: int, op: str, shape: str) -> Program:
     w, x = nn.Parameter(torch.rand(SHAPES[shape]) + 0.5), torch.randn(B, 3, 4)
     return [w], lambda: score(OPERATIONS[op](x, w).tanh())
 
 
-@case({f"{op}-{shape}": dict(op=op, shape=shape) for op in OPERATIONS for shape in ("scalar", "last", "column")})
+@case(
+    {
+        f"{op}-{shape}": {"op": op, "shape": shape}
+        for op in OPERATIONS
+        for shape in ("scalar", "last", "column")
+    }
+)
 def parameter_on_the_left(B: int, op: str, shape: str) -> Program:
     w, x = nn.Parameter(torch.rand(SHAPES[shape]) + 0.5), torch.rand(B, 3, 4) + 0.5
     return [w], lambda: score(OPERATIONS[op](w, x).tanh())
@@ -72,7 +78,9 @@ def power_and_maximum(B: int) -> Program:
 @case()
 def lerp_addcmul_addcdiv(B: int) -> Program:
     w, v, x = nn.Parameter(torch.rand(4) + 0.5), param(4), torch.randn(B, 4)
-    return [w, v], lambda: score(torch.lerp(x, v, w) + torch.addcmul(v, x, w) + torch.addcdiv(x, v, w, value=0.5))
+    return [w, v], lambda: score(
+        torch.lerp(x, v, w) + torch.addcmul(v, x, w) + torch.addcdiv(x, v, w, value=0.5)
+    )
 
 
 @case()
@@ -81,7 +89,7 @@ def atan2_and_hypot(B: int) -> Program:
     return [w, v], lambda: score(torch.atan2(x, w) + torch.hypot(x, v))
 
 
-@case({"one": dict(n=1), "channels": dict(n=4)}, nodes=("PreluKernelBackward0",))
+@case({"one": {"n": 1}, "channels": {"n": 4}}, nodes=("PreluKernelBackward0",))
 def prelu(B: int, n: int) -> Program:
     net, x = nn.PReLU(n), torch.randn(B, 4, 3)
     return net, lambda: score(net(x))
@@ -89,11 +97,14 @@ def prelu(B: int, n: int) -> Program:
 
 @case()
 def prelu_2d_in_cnn(B: int) -> Program:
-    net, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.PReLU(4), nn.Conv2d(4, 2, 3), nn.PReLU()), torch.randn(B, 3, 6, 6)
+    net, x = (
+        nn.Sequential(nn.Conv2d(3, 4, 3), nn.PReLU(4), nn.Conv2d(4, 2, 3), nn.PReLU()),
+        torch.randn(B, 3, 6, 6),
+    )
     return net, lambda: score(net(x))
 
 
-@case({"plain": {}, "no-bias": dict(bias=False)})
+@case({"plain": {}, "no-bias": {"bias": False}})
 def bilinear(B: int, bias: bool = True) -> Program:
     net, x, y = nn.Bilinear(3, 4, 5, bias=bias), torch.randn(B, 3), torch.randn(B, 4)
     return net, lambda: score(net(x, y))
@@ -174,7 +185,9 @@ def take_and_index_select(B: int) -> Program:
 @case()
 def views_of_parameters(B: int) -> Program:
     w, x = param(2, 3, 4), torch.randn(B, 4)
-    return [w], lambda: score(x @ w.permute(2, 0, 1).reshape(4, 6) + w.flatten()[:6] + w.unsqueeze(0)[0, 0, 0, 0])
+    return [w], lambda: score(
+        x @ w.permute(2, 0, 1).reshape(4, 6) + w.flatten()[:6] + w.unsqueeze(0)[0, 0, 0, 0]
+    )
 
 
 @case()

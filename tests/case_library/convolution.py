@@ -12,34 +12,34 @@ from .registry import Program, case, param, score
 
 GEOMETRIES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "no-bias": dict(bias=False),
-    "one-by-one": dict(kernel_size=1),
-    "even-kernel": dict(kernel_size=2),
-    "stride": dict(stride=2),
-    "stride-beyond-kernel": dict(kernel_size=2, stride=3),
-    "padding": dict(padding=1),
-    "dilation": dict(dilation=2, padding=2),
-    "groups": dict(groups=2),
-    "depthwise": dict(groups=4, out_channels=4),
-    "depthwise-multiplier": dict(groups=4, out_channels=8, padding=1, stride=2),
-    "all": dict(stride=2, padding=2, dilation=2, groups=2, bias=False),
-    "same": dict(padding="same"),
-    "same-uneven": dict(padding="same", kernel_size=4),
-    "reflect": dict(padding=1, padding_mode="reflect"),
-    "replicate": dict(padding=1, padding_mode="replicate"),
-    "circular": dict(padding=1, padding_mode="circular"),
-    "circular-wide": dict(padding=2, padding_mode="circular", stride=2, groups=2),
-    "reflect-same": dict(padding="same", padding_mode="reflect", kernel_size=4),
+    "no-bias": {"bias": False},
+    "one-by-one": {"kernel_size": 1},
+    "even-kernel": {"kernel_size": 2},
+    "stride": {"stride": 2},
+    "stride-beyond-kernel": {"kernel_size": 2, "stride": 3},
+    "padding": {"padding": 1},
+    "dilation": {"dilation": 2, "padding": 2},
+    "groups": {"groups": 2},
+    "depthwise": {"groups": 4, "out_channels": 4},
+    "depthwise-multiplier": {"groups": 4, "out_channels": 8, "padding": 1, "stride": 2},
+    "all": {"stride": 2, "padding": 2, "dilation": 2, "groups": 2, "bias": False},
+    "same": {"padding": "same"},
+    "same-uneven": {"padding": "same", "kernel_size": 4},
+    "reflect": {"padding": 1, "padding_mode": "reflect"},
+    "replicate": {"padding": 1, "padding_mode": "replicate"},
+    "circular": {"padding": 1, "padding_mode": "circular"},
+    "circular-wide": {"padding": 2, "padding_mode": "circular", "stride": 2, "groups": 2},
+    "reflect-same": {"padding": "same", "padding_mode": "reflect", "kernel_size": 4},
 }
 
 TRANSPOSED: dict[str, dict[str, Any]] = {
     "plain": {},
-    "no-bias": dict(bias=False),
-    "stride": dict(stride=2),
-    "output-padding": dict(stride=3, output_padding=2, padding=1),
-    "dilation": dict(dilation=2, output_padding=1, stride=2),
-    "groups": dict(groups=2, stride=2, output_padding=1),
-    "depthwise": dict(groups=4, out_channels=8, padding=1),
+    "no-bias": {"bias": False},
+    "stride": {"stride": 2},
+    "output-padding": {"stride": 3, "output_padding": 2, "padding": 1},
+    "dilation": {"dilation": 2, "output_padding": 1, "stride": 2},
+    "groups": {"groups": 2, "stride": 2, "output_padding": 1},
+    "depthwise": {"groups": 4, "out_channels": 8, "padding": 1},
 }
 
 
@@ -48,43 +48,43 @@ def _layer(kind: type[nn.Module], options: dict[str, Any]) -> nn.Module:
     return kind(4, **{"out_channels": 6, "kernel_size": 3, **options})
 
 
-@case({name: dict(options=options) for name, options in GEOMETRIES.items()})
+@case({name: {"options": options} for name, options in GEOMETRIES.items()})
 def conv1d(B: int, options: dict[str, Any]) -> Program:
     net, x = _layer(nn.Conv1d, options), torch.randn(B, 4, 9)
     return net, lambda: score(net(x))
 
 
-@case({name: dict(options=options) for name, options in GEOMETRIES.items()}, batches=(4, 1, 0, 3))
+@case({name: {"options": options} for name, options in GEOMETRIES.items()}, batches=(4, 1, 0, 3))
 def conv2d(B: int, options: dict[str, Any]) -> Program:
     net, x = _layer(nn.Conv2d, options), torch.randn(B, 4, 6, 7)
     return net, lambda: score(net(x))
 
 
-@case({name: dict(options=options) for name, options in GEOMETRIES.items()})
+@case({name: {"options": options} for name, options in GEOMETRIES.items()})
 def conv3d(B: int, options: dict[str, Any]) -> Program:
     net, x = _layer(nn.Conv3d, options), torch.randn(B, 4, 5, 6, 5)
     return net, lambda: score(net(x))
 
 
-@case({name: dict(options=options) for name, options in TRANSPOSED.items()})
+@case({name: {"options": options} for name, options in TRANSPOSED.items()})
 def conv_transpose1d(B: int, options: dict[str, Any]) -> Program:
     net, x = _layer(nn.ConvTranspose1d, options), torch.randn(B, 4, 5)
     return net, lambda: score(net(x))
 
 
-@case({name: dict(options=options) for name, options in TRANSPOSED.items()})
+@case({name: {"options": options} for name, options in TRANSPOSED.items()})
 def conv_transpose2d(B: int, options: dict[str, Any]) -> Program:
     net, x = _layer(nn.ConvTranspose2d, options), torch.randn(B, 4, 4, 3)
     return net, lambda: score(net(x))
 
 
-@case({name: dict(options=options) for name, options in TRANSPOSED.items()})
+@case({name: {"options": options} for name, options in TRANSPOSED.items()})
 def conv_transpose3d(B: int, options: dict[str, Any]) -> Program:
     net, x = _layer(nn.ConvTranspose3d, options), torch.randn(B, 4, 3, 2, 3)
     return net, lambda: score(net(x))
 
 
-@case({"plain": {}, "depthwise": dict(groups=4, out_channels=4), "stride": dict(stride=2, padding=1)})
+@case({"plain": {}, "depthwise": {"groups": 4, "out_channels": 4}, "stride": {"stride": 2, "padding": 1}})
 def conv2d_channels_last(B: int, **options: Any) -> Program:
     net = _layer(nn.Conv2d, options).to(memory_format=torch.channels_last)
     x = torch.randn(B, 4, 6, 7).to(memory_format=torch.channels_last)
@@ -164,7 +164,11 @@ def conv_autoencoder(B: int) -> Program:
 @case()
 def depthwise_separable(B: int) -> Program:
     net = nn.Sequential(
-        nn.Conv2d(3, 6, 3, padding=1), nn.ReLU6(), nn.Conv2d(6, 6, 3, groups=6), nn.ReLU6(), nn.Conv2d(6, 5, 1)
+        nn.Conv2d(3, 6, 3, padding=1),
+        nn.ReLU6(),
+        nn.Conv2d(6, 6, 3, groups=6),
+        nn.ReLU6(),
+        nn.Conv2d(6, 5, 1),
     )
     x, y = torch.randn(B, 3, 7, 7), torch.randint(5, (B,))
     return net, lambda: F.cross_entropy(net(x).mean((2, 3)), y, reduction="none")

@@ -10,13 +10,16 @@ from torch import Tensor, nn
 
 from .registry import Program, case, param, score
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    name: getattr(F, name)
-    for name in (
-        "relu relu6 elu selu celu gelu silu mish leaky_relu hardtanh hardswish hardsigmoid softplus softsign "
-        "tanhshrink softshrink hardshrink logsigmoid tanh sigmoid rrelu"
-    ).split()
-} | {
+PLAIN_ACTIVATIONS = (
+    F.relu, F.relu6, F.elu, F.selu, F.celu, F.gelu, F.silu, F.mish, F.leaky_relu, F.hardtanh, F.hardswish,
+    F.hardsigmoid, F.softplus, F.softsign, F.tanhshrink, F.softshrink, F.hardshrink, F.logsigmoid, F.rrelu,
+    torch.tanh, torch.sigmoid,
+)  # fmt: skip
+PLAIN_FUNCTIONS = (
+    torch.exp, torch.exp2, torch.expm1, torch.sin, torch.cos, torch.tan, torch.sinh, torch.cosh, torch.atan,
+    torch.asinh, torch.erf, torch.erfc, torch.abs, torch.neg, torch.square, torch.sinc, torch.i0,
+)  # fmt: skip
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {fn.__name__: fn for fn in PLAIN_ACTIVATIONS} | {
     "gelu-tanh": lambda h: F.gelu(h, approximate="tanh"),
     "threshold": lambda h: F.threshold(h, 0.1, 0.5),
     "glu": lambda h: F.glu(h, -1),
@@ -32,13 +35,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "alpha-dropout": lambda h: F.alpha_dropout(h, 0.3, training=True),
     "rrelu-training": lambda h: F.rrelu(h, training=True),
 }
-FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    name: getattr(torch, name)
-    for name in (
-        "exp expm1 sin cos tan sinh cosh atan asinh erf erfc abs neg square exp2 sinc i0 special.entr".split()
-    )
-    if hasattr(torch, name)
-} | {
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {fn.__name__: fn for fn in PLAIN_FUNCTIONS} | {
     "log": lambda h: h.abs().add(0.1).log(),
     "log2": lambda h: h.abs().add(0.1).log2(),
     "log10": lambda h: h.abs().add(0.1).log10(),
@@ -87,13 +84,16 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@case({name: dict(act=act) for name, act in ACTIVATIONS.items()})
+@case({name: {"act": act} for name, act in ACTIVATIONS.items()})
 def activation(B: int, act: Callable[[Tensor], Tensor]) -> Program:
-    net, x = nn.ModuleList([nn.Linear(5, 4), nn.Linear(2 if act is ACTIVATIONS["glu"] else 4, 3)]), torch.randn(B, 6, 5)
+    net, x = (
+        nn.ModuleList([nn.Linear(5, 4), nn.Linear(2 if act is ACTIVATIONS["glu"] else 4, 3)]),
+        torch.randn(B, 6, 5),
+    )
     return net, lambda: score(net[1](act(net[0](x))))
 
 
-@case({name: dict(fn=fn) for name, fn in FUNCTIONS.items()})
+@case({name: {"fn": fn} for name, fn in FUNCTIONS.items()})
 def function(B: int, fn: Callable[[Tensor], Tensor]) -> Program:
     net, x = nn.Linear(5, 4), torch.randn(B, 3, 5)
     return net, lambda: score(fn(net(x)))

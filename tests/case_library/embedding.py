@@ -13,16 +13,16 @@ from .registry import Program, case, ints, param, score
 
 @case(
     {
-        "ids": dict(ids=()),
-        "sequences": dict(ids=(5,)),
-        "grids": dict(ids=(2, 3)),
-        "padding-idx": dict(ids=(5,), padding_idx=1),
-        "padding-idx-zero": dict(ids=(5,), padding_idx=0),
-        "padding-idx-negative": dict(ids=(5,), padding_idx=-1),
-        "sparse": dict(ids=(5,), sparse=True),
-        "sparse-padding": dict(ids=(5,), sparse=True, padding_idx=2),
-        "by-frequency": dict(ids=(5,), scale_grad_by_freq=True),
-        "by-frequency-padding": dict(ids=(5,), scale_grad_by_freq=True, padding_idx=1),
+        "ids": {"ids": ()},
+        "sequences": {"ids": (5,)},
+        "grids": {"ids": (2, 3)},
+        "padding-idx": {"ids": (5,), "padding_idx": 1},
+        "padding-idx-zero": {"ids": (5,), "padding_idx": 0},
+        "padding-idx-negative": {"ids": (5,), "padding_idx": -1},
+        "sparse": {"ids": (5,), "sparse": True},
+        "sparse-padding": {"ids": (5,), "sparse": True, "padding_idx": 2},
+        "by-frequency": {"ids": (5,), "scale_grad_by_freq": True},
+        "by-frequency-padding": {"ids": (5,), "scale_grad_by_freq": True, "padding_idx": 1},
     },
     batches=(4, 1, 0, 3),
 )
@@ -51,7 +51,7 @@ def embedding_time_first(B: int) -> Program:
 
 @case()
 def embedding_of_positions_once(B: int) -> Program:
-    net = nn.ModuleDict(dict(tok=nn.Embedding(7, 4), pos=nn.Embedding(5, 4), out=nn.Linear(4, 3)))
+    net = nn.ModuleDict({"tok": nn.Embedding(7, 4), "pos": nn.Embedding(5, 4), "out": nn.Linear(4, 3)})
     x, pos = ints(7, B, 5), torch.arange(5).unsqueeze(0)
     return net, lambda: score(net["out"]((net["tok"](x) + net["pos"](pos)).tanh()))
 
@@ -81,27 +81,27 @@ def embedding_same_table_three_uses(B: int) -> Program:
     return net, lambda: score((net(words) + net(types) + net(pos)).sin())
 
 
-@case({mode: dict(mode=mode) for mode in ("sum", "mean", "max")}, nodes=("EmbeddingBagBackward0",))
+@case({mode: {"mode": mode} for mode in ("sum", "mean", "max")}, nodes=("EmbeddingBagBackward0",))
 def embedding_bag(B: int, mode: str) -> Program:
     net, x = nn.EmbeddingBag(5, 3, mode=mode), ints(5, B, 6)
     return net, lambda: score(net(x).tanh())
 
 
-@case({mode: dict(mode=mode) for mode in ("sum", "mean", "max")}, batches=(4, 1))
+@case({mode: {"mode": mode} for mode in ("sum", "mean", "max")}, batches=(4, 1))
 def embedding_bag_offsets(B: int, mode: str) -> Program:
     sizes = torch.tensor([3, 0, 5, 2])[:B]
     net, x = nn.EmbeddingBag(5, 3, mode=mode), ints(5, int(sizes.sum()))
     return net, lambda: score(net(x, sizes.cumsum(0) - sizes).tanh())
 
 
-@case({mode: dict(mode=mode) for mode in ("sum", "mean", "max")})
+@case({mode: {"mode": mode} for mode in ("sum", "mean", "max")})
 def embedding_bag_duplicates(B: int, mode: str) -> Program:
     net, x = nn.EmbeddingBag(3, 4, mode=mode), torch.tensor([0, 1, 1, 0, 1]).expand(B, 5).contiguous()
     scale = torch.randn(B, 1)
     return net, lambda: score(net(x) * scale)
 
 
-@case({mode: dict(mode=mode) for mode in ("sum", "mean", "max")})
+@case({mode: {"mode": mode} for mode in ("sum", "mean", "max")})
 def embedding_bag_padding(B: int, mode: str) -> Program:
     net, x = nn.EmbeddingBag(5, 3, mode=mode, padding_idx=2), ints(5, B, 6)
     return net, lambda: score(net(x))
@@ -115,7 +115,7 @@ def embedding_bag_per_sample_weights(B: int) -> Program:
 
 @case()
 def embedding_bag_learned_weights(B: int) -> Program:
-    net = nn.ModuleDict(dict(bag=nn.EmbeddingBag(5, 3, mode="sum"), gate=nn.Embedding(5, 1)))
+    net = nn.ModuleDict({"bag": nn.EmbeddingBag(5, 3, mode="sum"), "gate": nn.Embedding(5, 1)})
     x = ints(5, B, 6)
     return net, lambda: score(net["bag"](x, per_sample_weights=net["gate"](x).squeeze(-1).sigmoid()))
 
@@ -123,10 +123,12 @@ def embedding_bag_learned_weights(B: int) -> Program:
 @case()
 def embedding_bag_shared_position_weights(B: int) -> Program:
     net, w, x = nn.EmbeddingBag(5, 3, mode="sum"), param(6), ints(5, B, 6)
-    return {"table": net.weight, "w": w}, lambda: score(net(x, per_sample_weights=w.expand(B, 6).contiguous()))
+    return {"table": net.weight, "w": w}, lambda: score(
+        net(x, per_sample_weights=w.expand(B, 6).contiguous())
+    )
 
 
-@case({mode: dict(mode=mode) for mode in ("sum", "mean")})
+@case({mode: {"mode": mode} for mode in ("sum", "mean")})
 def embedding_bag_sparse(B: int, mode: str) -> Program:
     net, x = nn.EmbeddingBag(5, 3, mode=mode, sparse=True), ints(5, B, 6)
     return net, lambda: score(net(x))
@@ -154,7 +156,7 @@ def embedding_bag_float32(B: int) -> Program:
 
 @case()
 def recommender_towers(B: int) -> Program:
-    net = nn.ModuleDict(dict(user=nn.Embedding(6, 4), item=nn.Embedding(9, 4), bias=nn.Embedding(9, 1)))
+    net = nn.ModuleDict({"user": nn.Embedding(6, 4), "item": nn.Embedding(9, 4), "bias": nn.Embedding(9, 1)})
     u, i, rating = ints(6, B), ints(9, B), torch.randn(B)
     return net, lambda: ((net["user"](u) * net["item"](i)).sum(1) + net["bias"](i).squeeze(1) - rating) ** 2
 

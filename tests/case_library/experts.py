@@ -35,7 +35,7 @@ def _tokens(B: int) -> Tensor:
     return torch.randn(B, 5, D)
 
 
-@case(batches=(4, 1, 0, 7))
+@case(batches=(4, 1, 0, 7, 18))
 def experts_index_add(B: int) -> Program:
     """Mixtral: each expert reads its tokens by index and adds its output back."""
     net, x = Experts(), _tokens(B)
@@ -153,7 +153,9 @@ def experts_sorted_groups(B: int) -> Program:
         order = chosen.flatten().argsort(stable=True)
         sizes = chosen.flatten().bincount(minlength=E).tolist()
         groups = flat[order // 2].split(sizes)
-        out = torch.cat([F.silu(g @ u + b) @ d for g, u, b, d in zip(groups, net.up, net.up_bias, net.down, strict=True)])
+        out = torch.cat(
+            [F.silu(g @ u + b) @ d for g, u, b, d in zip(groups, net.up, net.up_bias, net.down, strict=True)]
+        )
         back = torch.zeros_like(out).index_copy(0, order, out).view(B * 5, 2, D)
         return score((back * gate[..., None]).sum(1).view(B, 5, D))
 
@@ -225,7 +227,9 @@ def experts_one_per_sample(B: int) -> Program:
     return net, losses
 
 
-@case(batches=(4,), zeros=("experts.2.0.weight", "experts.2.0.bias", "experts.2.2.weight", "experts.2.2.bias"))
+@case(
+    batches=(4,), zeros=("experts.2.0.weight", "experts.2.0.bias", "experts.2.2.weight", "experts.2.2.bias")
+)
 def experts_one_never_chosen(B: int) -> Program:
     net, x = Experts(), torch.randn(B, D)
 

@@ -88,7 +88,7 @@ def function_of_a_parameter(B: int) -> Program:
     return [w], lambda: score((x * Square.apply(w)).tanh())
 
 
-@case({"2d": dict(shape=()), "3d": dict(shape=(5,))}, slow_path=True)
+@case({"2d": {"shape": ()}, "3d": {"shape": (5,)}}, slow_path=True)
 def function_with_weights(B: int, shape: tuple[int, ...]) -> Program:
     w, b, x = param(4, 3), param(4), torch.randn(B, *shape, 3)
     return [w, b], lambda: score(OwnLinear.apply(x, w, b).tanh())
@@ -101,7 +101,7 @@ def function_with_weights_twice(B: int) -> Program:
     return params, lambda: score(OwnLinear.apply(net(OwnLinear.apply(x, w, b).tanh()), w, b))
 
 
-@case({"both": dict(both=True), "one": dict(both=False)})
+@case({"both": {"both": True}, "one": {"both": False}})
 def function_with_two_outputs(B: int, both: bool) -> Program:
     net, x = nn.Linear(3, 4), torch.randn(B, 3)
 
@@ -112,13 +112,13 @@ def function_with_two_outputs(B: int, both: bool) -> Program:
     return net, losses
 
 
-@case({name: dict(change=change) for name, change in CHANGES.items()}, slow_path=True)
+@case({name: {"change": change} for name, change in CHANGES.items()}, slow_path=True)
 def function_not_linear_backward(B: int, change: Callable[[Tensor], Tensor]) -> Program:
     net, x, op = nn.ModuleList([nn.Linear(3, 4), nn.Linear(4, 2)]), torch.randn(B, 3), _changed(change)
     return net, lambda: score(net[1](op.apply(net[0](x).tanh())))
 
 
-@case({name: dict(change=change) for name, change in CHANGES.items()}, batches=(4, 1), slow_path=True)
+@case({name: {"change": change} for name, change in CHANGES.items()}, batches=(4, 1), slow_path=True)
 def function_not_linear_backward_on_a_weight(B: int, change: Callable[[Tensor], Tensor]) -> Program:
     w, x, op = param(4, 3), torch.randn(B, 3), _changed(change)
     return [w], lambda: score(F.linear(x, op.apply(w)).tanh())
@@ -160,7 +160,7 @@ def function_hook_on_an_activation(B: int) -> Program:
     return net, losses
 
 
-@case(batches=(4, 1), slow_path=True)
+@case(batches=(4, 1), slow_path=True, nodes=("CompiledFunctionBackward",))
 def compiled_model(B: int) -> Program:
     net, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(B, 3)
     run = torch.compile(net, backend="aot_eager")

@@ -11,19 +11,23 @@ from .registry import Program, case, ints, param, score
 
 @case()
 def relu_inplace(B: int) -> Program:
-    net = nn.Sequential(nn.Linear(4, 5), nn.ReLU(inplace=True), nn.Linear(5, 5), nn.ReLU(True), nn.Linear(5, 3))
+    net = nn.Sequential(
+        nn.Linear(4, 5), nn.ReLU(inplace=True), nn.Linear(5, 5), nn.ReLU(True), nn.Linear(5, 3)
+    )
     x = torch.randn(B, 4)
     return net, lambda: score(net(x))
 
 
 @case()
 def relu_inplace_in_cnn(B: int) -> Program:
-    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(True), nn.Conv2d(4, 4, 3), nn.ReLU6(True))
+    net = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(True), nn.Conv2d(4, 4, 3), nn.ReLU6(True)
+    )
     x = torch.randn(B, 3, 7, 7)
     return net, lambda: score(net(x))
 
 
-@case({"dropout": dict(kind=nn.Dropout), "leaky": dict(kind=nn.LeakyReLU), "silu": dict(kind=nn.SiLU)})
+@case({"dropout": {"kind": nn.Dropout}, "leaky": {"kind": nn.LeakyReLU}, "silu": {"kind": nn.SiLU}})
 def other_inplace_modules(B: int, kind: type[nn.Module]) -> Program:
     net, x = nn.Sequential(nn.Linear(4, 5), kind(inplace=True), nn.Linear(5, 3)), torch.randn(B, 4)
     return net, lambda: score(net(x))

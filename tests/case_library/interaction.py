@@ -13,9 +13,9 @@ from .registry import Program, case, ints, score
 
 @case(
     {
-        "2d-input": dict(kind=nn.BatchNorm1d, x=(5,)),
-        "images": dict(kind=nn.BatchNorm2d, x=(5, 3, 2)),
-        "no-statistics": dict(kind=nn.BatchNorm2d, x=(5, 3, 2), track=False),
+        "2d-input": {"kind": nn.BatchNorm1d, "x": (5,)},
+        "images": {"kind": nn.BatchNorm2d, "x": (5, 3, 2)},
+        "no-statistics": {"kind": nn.BatchNorm2d, "x": (5, 3, 2), "track": False},
     },
     batches=(4, 2),
     interacts=True,
@@ -41,7 +41,11 @@ def batch_norm_training_first(B: int) -> Program:
 
 @case(batches=(4, 2), interacts=True)
 def contrastive_same_tower(B: int) -> Program:
-    net, x, y = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4)), torch.randn(B, 3), torch.randn(B, 3)
+    net, x, y = (
+        nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4)),
+        torch.randn(B, 3),
+        torch.randn(B, 3),
+    )
     return net, lambda: F.cross_entropy(net(x) @ net(y).t(), torch.arange(B), reduction="none")
 
 
@@ -82,7 +86,9 @@ MIXERS: dict[str, Callable[[Tensor], Tensor]] = {
     "next-sample": lambda h: h * h.roll(1, 0),
     "pairs-by-view": lambda h: h * h.view(-1, 2, h.shape[1]).flip(1).reshape(h.shape),
     "pairs-by-index": lambda h: h + h[torch.arange(h.shape[0]) ^ 1].tanh(),
-    "pairs-by-mean": lambda h: h - h.view(-1, 2, h.shape[1]).mean(1, keepdim=True).expand(-1, 2, -1).reshape(h.shape),
+    "pairs-by-mean": lambda h: (
+        h - h.view(-1, 2, h.shape[1]).mean(1, keepdim=True).expand(-1, 2, -1).reshape(h.shape)
+    ),
     "halves": lambda h: h * torch.cat(h.chunk(2)[::-1]),
     "first-sample": lambda h: h * h[0],
     "convolved": lambda h: F.conv1d(h.t().unsqueeze(1), torch.ones(1, 1, 3), padding=1).squeeze(1).t(),
@@ -96,7 +102,7 @@ MIXERS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@case({name: dict(mix=mix) for name, mix in MIXERS.items()}, batches=(4, 2), interacts=True)
+@case({name: {"mix": mix} for name, mix in MIXERS.items()}, batches=(4, 2), interacts=True)
 def mixing(B: int, mix: Callable[[Tensor], Tensor]) -> Program:
     net, x = nn.ModuleList([nn.Linear(3, 4), nn.Linear(4, 2)]), torch.randn(B, 3)
     return net, lambda: score(net[1](mix(net[0](x).tanh())).tanh())
@@ -147,7 +153,12 @@ def time_first_attention_by_mistake(B: int) -> Program:
 @case(batches=(4, 3), interacts=True)
 def dense_mask_sums_all_scores(B: int) -> Program:
     """The twin of a case where the mask is one-hot: same nodes, same shapes, other data."""
-    net, x, y, mask = nn.ModuleList([nn.Linear(3, 4), nn.Linear(3, 4)]), torch.randn(B, 3), torch.randn(B, 3), torch.rand(B, B)
+    net, x, y, mask = (
+        nn.ModuleList([nn.Linear(3, 4), nn.Linear(3, 4)]),
+        torch.randn(B, 3),
+        torch.randn(B, 3),
+        torch.rand(B, B),
+    )
     return net, lambda: ((net[0](x).tanh() @ net[1](y).tanh().t()) * mask).sum(0).exp()
 
 
@@ -176,7 +187,7 @@ def mixup_inside(B: int) -> Program:
     return net, lambda: score(net[1]((lambda h: lam * h + (1 - lam) * h[other])(net[0](x).tanh())).tanh())
 
 
-@case(batches=(20, 18), interacts=True)
+@case(batches=(20, 18, 260), interacts=True)
 def one_pair_in_a_large_batch(B: int) -> Program:
     net, x = nn.Linear(3, 4), torch.randn(B, 3)
     link = torch.arange(B)

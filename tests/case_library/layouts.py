@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .registry import Program, case, ints, param, score
+from .registry import Program, case, param, score
 
 
 @case(batches=(4, 1, 0, 3))
@@ -44,7 +44,10 @@ def channels_as_many_as_samples_swapped(B: int) -> Program:
 
 @case(batches=(4, 5))
 def hidden_as_wide_as_the_batch(B: int) -> Program:
-    net, x = nn.Sequential(nn.Linear(3, B), nn.ReLU(), nn.Linear(B, B), nn.ReLU(), nn.Linear(B, 2)), torch.randn(B, 3)
+    net, x = (
+        nn.Sequential(nn.Linear(3, B), nn.ReLU(), nn.Linear(B, B), nn.ReLU(), nn.Linear(B, 2)),
+        torch.randn(B, 3),
+    )
     return net, lambda: score(net(x))
 
 
@@ -69,7 +72,9 @@ def folded_time_first(B: int) -> Program:
 @case(batches=(3, 1, 0))
 def sample_in_the_middle_of_a_fold(B: int) -> Program:
     net, x = nn.Linear(4, 3), torch.randn(2, B, 5, 4)
-    return net, lambda: score(net(x.reshape(-1, 4) if B else x.reshape(0, 4)).view(2, B, 5, 3).transpose(0, 1))
+    return net, lambda: score(
+        net(x.reshape(-1, 4) if B else x.reshape(0, 4)).view(2, B, 5, 3).transpose(0, 1)
+    )
 
 
 @case(batches=(3, 1, 0))
@@ -94,16 +99,24 @@ ORDERS: dict[str, Callable[[Tensor], Tensor]] = {
     "indexed": lambda h: h[torch.tensor([2, 0, 3, 1])],
     "gathered": lambda h: h.gather(0, torch.tensor([2, 0, 3, 1])[:, None].expand_as(h)),
     "unbound": lambda h: torch.stack(h.unbind()[::-1]),
-    "scattered": lambda h: torch.zeros_like(h).scatter(0, torch.tensor([2, 0, 3, 1])[:, None].expand_as(h), h),
+    "scattered": lambda h: torch.zeros_like(h).scatter(
+        0, torch.tensor([2, 0, 3, 1])[:, None].expand_as(h), h
+    ),
     "index-copied": lambda h: torch.zeros_like(h).index_copy(0, torch.tensor([2, 0, 3, 1]), h),
     "permutation-matrix": lambda h: torch.eye(4)[torch.tensor([2, 0, 3, 1])] @ h,
 }
 
 
-@case({name: dict(order=order) for name, order in ORDERS.items()}, batches=(4,))
+@case({name: {"order": order} for name, order in ORDERS.items()}, batches=(4,))
 def reordered(B: int, order: Callable[[Tensor], Tensor]) -> Program:
     net, x = nn.ModuleList([nn.Linear(3, 4), nn.Linear(4, 2)]), torch.randn(B, 3)
     return net, lambda: score(net[1](order(net[0](x).tanh())))
+
+
+@case(batches=(17, 40, 260))
+def reordered_large(B: int) -> Program:
+    net, x, order = nn.ModuleList([nn.Linear(3, 4), nn.Linear(4, 2)]), torch.randn(B, 3), torch.randperm(B)
+    return net, lambda: score(net[1](net[0](x).tanh()[order]))
 
 
 @case(batches=(4, 6, 1, 0))
@@ -168,50 +181,6 @@ def ragged_rows_per_sample(B: int) -> Program:
     )
 
 
-@case(batches=(3, 1, 5))
-def losses_per_user(B: int) -> Program:
-    """B users; several records each, in random order, and one user with none."""
-    net, user = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), ints(max(B - 1, 1), 12)
-    x = torch.randn(12, 3)
-
-    def losses() -> Tensor:
-        each = score(net(x))
-        return each.new_zeros(B).index_add(0, user, each)
-
-    return net, losses
-
-
-@case({"sum": dict(reduce="sum"), "mean": dict(reduce="mean")}, batches=(3, 1))
-def losses_per_user_scattered(B: int, reduce: str) -> Program:
-    net, user, x = nn.Linear(3, 4), torch.arange(12) % B, torch.randn(12, 3)
-    return net, lambda: torch.zeros(B).scatter_reduce(0, user, score(net(x)), reduce, include_self=False)
-
-
-@case(batches=(3, 1))
-def losses_per_user_over_tokens(B: int) -> Program:
-    net, user = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 6)), torch.arange(9) % B
-    x = ints(6, 9, 5)
-
-    def losses() -> Tensor:
-        each = F.cross_entropy(net(x).mT, x, reduction="none").mean(1)
-        return torch.zeros(B).index_add(0, user, each)
-
-    return net, losses
-
-
-@case(batches=(3, 1, 2))
-def losses_per_user_by_matrix(B: int) -> Program:
-    net, x = nn.Linear(3, 4), torch.randn(6, 3)
-    member = F.one_hot(torch.arange(6) % B, B).to(torch.get_default_dtype())
-    return net, lambda: member.t() @ score(net(x))
-
-
-@case(batches=(3, 1, 0))
-def losses_per_user_by_view(B: int) -> Program:
-    net, x = nn.Linear(3, 4), torch.randn(B * 4, 3)
-    return net, lambda: score(net(x)).view(B, 4).sum(1)
-
-
 @case(batches=(3, 1, 0))
 def losses_reduced_around_the_sample(B: int) -> Program:
     net, x = nn.Linear(3, 4), torch.randn(2, B, 3)
@@ -230,13 +199,13 @@ def sample_over_two_dims_not_adjacent(B: int) -> Program:
     return net, lambda: score(net(x).transpose(1, 2).reshape(B, 5, 4))
 
 
-@case({"one-hot": dict(dense=False), "dense": dict(dense=True)}, batches=(4, 3))
+@case({"one-hot": {"dense": False}, "dense": {"dense": True}}, batches=(4, 3))
 def mask_as_long_as_the_batch(B: int, dense: bool) -> Program:
     net, x, mask = nn.Linear(3, 4), torch.randn(B, B, 3), torch.rand(B, B) if dense else torch.eye(B)
     return net, lambda: score((net(x) * mask[:, :, None]).sum(1).tanh())
 
 
-@case({"one-hot": dict(dense=False), "dense": dict(dense=True)}, batches=(4, 3))
+@case({"one-hot": {"dense": False}, "dense": {"dense": True}}, batches=(4, 3))
 def mask_as_long_as_the_batch_time_first(B: int, dense: bool) -> Program:
     net, x, mask = nn.Linear(3, 4), torch.randn(B, B, 3), torch.rand(B, B) if dense else torch.eye(B)
     return net, lambda: score((net(x) * mask[:, :, None]).sum(0).tanh())
@@ -244,7 +213,12 @@ def mask_as_long_as_the_batch_time_first(B: int, dense: bool) -> Program:
 
 @case(batches=(4, 3))
 def one_hot_mask_picks_own_score(B: int) -> Program:
-    net, x, y, mask = nn.ModuleList([nn.Linear(3, 4), nn.Linear(3, 4)]), torch.randn(B, 3), torch.randn(B, 3), torch.eye(B)
+    net, x, y, mask = (
+        nn.ModuleList([nn.Linear(3, 4), nn.Linear(3, 4)]),
+        torch.randn(B, 3),
+        torch.randn(B, 3),
+        torch.eye(B),
+    )
     return net, lambda: ((net[0](x).tanh() @ net[1](y).tanh().t()) * mask).sum(0).exp()
 
 

@@ -11,7 +11,7 @@ from .registry import Program, case, param, score
 
 @case(
     {
-        f"{rank}d{'' if bias else '-no-bias'}": dict(shape=shape, bias=bias)
+        f"{rank}d{'' if bias else '-no-bias'}": {"shape": shape, "bias": bias}
         for rank, shape in {2: (), 3: (3,), 4: (2, 3), 5: (2, 1, 3)}.items()
         for bias in (True, False)
     },
@@ -36,7 +36,7 @@ def mlp_large_batch(B: int) -> Program:
     return net, lambda: score(net(x))
 
 
-@case({"one-output": dict(p=1), "one-input": dict(d=1), "no-hidden": dict(d=1, p=1)})
+@case({"one-output": {"p": 1}, "one-input": {"d": 1}, "no-hidden": {"d": 1, "p": 1}})
 def linear_thin(B: int, d: int = 4, p: int = 3) -> Program:
     net, x = nn.Sequential(nn.Linear(d, p), nn.Softplus(), nn.Linear(p, 1)), torch.randn(B, d)
     return net, lambda: net(x).squeeze(-1)
@@ -46,6 +46,12 @@ def linear_thin(B: int, d: int = 4, p: int = 3) -> Program:
 def linear_input_not_contiguous(B: int) -> Program:
     net, x = nn.Linear(5, 3), torch.randn(5, 4, B)
     return net, lambda: score(net(x.permute(2, 1, 0)))
+
+
+@case(zeros=("weight", "bias"))
+def linear_over_no_positions(B: int) -> Program:
+    net, x = nn.Linear(5, 3), torch.randn(B, 0, 5)
+    return net, lambda: net(x).sum((1, 2))
 
 
 @case()
@@ -108,7 +114,7 @@ def addmm_scaled(B: int) -> Program:
     return [w, b], lambda: score(torch.addmm(b, x, w, beta=0.7, alpha=-1.3))
 
 
-@case({"bias": dict(shape=(3,)), "column-bias": dict(shape=(1, 3)), "scalar-bias": dict(shape=(1, 1))})
+@case({"bias": {"shape": (3,)}, "column-bias": {"shape": (1, 3)}, "scalar-bias": {"shape": (1, 1)}})
 def addmm_bias(B: int, shape: tuple[int, ...]) -> Program:
     w, b, x = param(5, 3), param(*shape), torch.randn(B, 5)
     return [w, b], lambda: score(torch.addmm(b, x, w))
@@ -194,16 +200,16 @@ def addbmm_over_heads(B: int) -> Program:
 
 @case(
     {
-        "right": dict(eq="bi,ij->bj", w=(5, 3), x=(5,)),
-        "transposed": dict(eq="bi,ji->bj", w=(3, 5), x=(5,)),
-        "time": dict(eq="bti,ij->btj", w=(5, 3), x=(4, 5)),
-        "heads": dict(eq="bti,hij->bhtj", w=(2, 5, 3), x=(4, 5)),
-        "per-position": dict(eq="bti,tij->btj", w=(4, 5, 3), x=(4, 5)),
-        "two-contracted": dict(eq="bti,tij->bj", w=(4, 5, 3), x=(4, 5)),
-        "diagonal": dict(eq="bti,i->bti", w=(5,), x=(4, 5)),
-        "outer": dict(eq="bi,j->bij", w=(3,), x=(5,)),
-        "grouped": dict(eq="bgi,gij->bgj", w=(2, 5, 3), x=(2, 5)),
-        "time-out": dict(eq="bti,ij->tjb", w=(5, 3), x=(4, 5)),
+        "right": {"eq": "bi,ij->bj", "w": (5, 3), "x": (5,)},
+        "transposed": {"eq": "bi,ji->bj", "w": (3, 5), "x": (5,)},
+        "time": {"eq": "bti,ij->btj", "w": (5, 3), "x": (4, 5)},
+        "heads": {"eq": "bti,hij->bhtj", "w": (2, 5, 3), "x": (4, 5)},
+        "per-position": {"eq": "bti,tij->btj", "w": (4, 5, 3), "x": (4, 5)},
+        "two-contracted": {"eq": "bti,tij->bj", "w": (4, 5, 3), "x": (4, 5)},
+        "diagonal": {"eq": "bti,i->bti", "w": (5,), "x": (4, 5)},
+        "outer": {"eq": "bi,j->bij", "w": (3,), "x": (5,)},
+        "grouped": {"eq": "bgi,gij->bgj", "w": (2, 5, 3), "x": (2, 5)},
+        "time-out": {"eq": "bti,ij->tjb", "w": (5, 3), "x": (4, 5)},
     },
     batches=(4, 1, 0, 5),
 )

@@ -193,7 +193,11 @@ def depth_from_the_data(B: int) -> Program:
 
 @case(batches=(4, 1))
 def layer_drop_and_random_depth(B: int) -> Program:
-    net, x, keep = nn.ModuleList([nn.Linear(3, 3) for _ in range(3)]), torch.randn(B, 3), torch.rand(3, B, 1) < 0.6
+    net, x, keep = (
+        nn.ModuleList([nn.Linear(3, 3) for _ in range(3)]),
+        torch.randn(B, 3),
+        torch.rand(3, B, 1) < 0.6,
+    )
 
     def losses() -> Tensor:
         h = x

@@ -11,12 +11,12 @@ from .registry import Program, case, param, score, shaken
 
 @case(
     {
-        "2d": dict(x=(6,), shape=(6,)),
-        "3d": dict(x=(4, 6), shape=(6,)),
-        "two-dims": dict(x=(3, 2, 5), shape=(2, 5)),
-        "all-dims": dict(x=(2, 5), shape=(2, 5)),
-        "one-dim": dict(x=(5,), shape=(5,)),
-        "no-bias": dict(x=(4, 6), shape=(6,), bias=False),
+        "2d": {"x": (6,), "shape": (6,)},
+        "3d": {"x": (4, 6), "shape": (6,)},
+        "two-dims": {"x": (3, 2, 5), "shape": (2, 5)},
+        "all-dims": {"x": (2, 5), "shape": (2, 5)},
+        "one-dim": {"x": (5,), "shape": (5,)},
+        "no-bias": {"x": (4, 6), "shape": (6,), "bias": False},
     },
     batches=(4, 1, 0, 6),
 )
@@ -25,7 +25,13 @@ def layer_norm(B: int, x: tuple[int, ...], shape: tuple[int, ...], bias: bool = 
     return net, lambda: score(net(data))
 
 
-@case({"2d": dict(x=(6,), shape=(6,)), "3d": dict(x=(4, 6), shape=(6,)), "two-dims": dict(x=(3, 2, 5), shape=(2, 5))})
+@case(
+    {
+        "2d": {"x": (6,), "shape": (6,)},
+        "3d": {"x": (4, 6), "shape": (6,)},
+        "two-dims": {"x": (3, 2, 5), "shape": (2, 5)},
+    }
+)
 def rms_norm(B: int, x: tuple[int, ...], shape: tuple[int, ...]) -> Program:
     net, data = shaken(nn.RMSNorm(shape)), torch.randn(B, *x)
     return net, lambda: score(net(data))
@@ -37,13 +43,13 @@ def rms_norm_by_hand(B: int) -> Program:
     return [g], lambda: score(g * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
 
 
-@case({"2d": dict(x=(6,)), "3d": dict(x=(6, 5)), "4d": dict(x=(6, 3, 4)), "5d": dict(x=(6, 2, 3, 2))})
+@case({"2d": {"x": (6,)}, "3d": {"x": (6, 5)}, "4d": {"x": (6, 3, 4)}, "5d": {"x": (6, 2, 3, 2)}})
 def group_norm(B: int, x: tuple[int, ...]) -> Program:
     net, data = shaken(nn.GroupNorm(3, 6)), torch.randn(B, *x)
     return net, lambda: score(net(data))
 
 
-@case({"one-group": dict(groups=1), "a-group-per-channel": dict(groups=4)})
+@case({"one-group": {"groups": 1}, "a-group-per-channel": {"groups": 4}})
 def group_norm_extremes(B: int, groups: int) -> Program:
     net, data = shaken(nn.GroupNorm(groups, 4)), torch.randn(B, 4, 3, 3)
     return net, lambda: score(net(data))
@@ -51,9 +57,9 @@ def group_norm_extremes(B: int, groups: int) -> Program:
 
 @case(
     {
-        "1d": dict(kind=nn.InstanceNorm1d, x=(4, 6)),
-        "2d": dict(kind=nn.InstanceNorm2d, x=(4, 3, 3)),
-        "3d": dict(kind=nn.InstanceNorm3d, x=(4, 2, 3, 2)),
+        "1d": {"kind": nn.InstanceNorm1d, "x": (4, 6)},
+        "2d": {"kind": nn.InstanceNorm2d, "x": (4, 3, 3)},
+        "3d": {"kind": nn.InstanceNorm3d, "x": (4, 2, 3, 2)},
     },
     batches=(3, 1, 4),
 )
@@ -70,10 +76,10 @@ def instance_norm_running_statistics(B: int) -> Program:
 
 @case(
     {
-        "2d-input": dict(kind=nn.BatchNorm1d, x=(5,)),
-        "3d-input": dict(kind=nn.BatchNorm1d, x=(5, 3)),
-        "images": dict(kind=nn.BatchNorm2d, x=(5, 3, 2)),
-        "volumes": dict(kind=nn.BatchNorm3d, x=(5, 2, 3, 2)),
+        "2d-input": {"kind": nn.BatchNorm1d, "x": (5,)},
+        "3d-input": {"kind": nn.BatchNorm1d, "x": (5, 3)},
+        "images": {"kind": nn.BatchNorm2d, "x": (5, 3, 2)},
+        "volumes": {"kind": nn.BatchNorm3d, "x": (5, 2, 3, 2)},
     }
 )
 def batch_norm_eval(B: int, kind: type[nn.Module], x: tuple[int, ...]) -> Program:
@@ -85,7 +91,9 @@ def batch_norm_eval(B: int, kind: type[nn.Module], x: tuple[int, ...]) -> Progra
 
 @case(dtype=torch.float32, rtol=1e-4)
 def batch_norm_eval_float32(B: int) -> Program:
-    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4))
+    net = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)
+    )
     x = torch.randn(B, 3, 7, 7)
     return shaken(net).eval(), lambda: score(net(x))
 
@@ -93,7 +101,11 @@ def batch_norm_eval_float32(B: int) -> Program:
 @case()
 def batch_norm_eval_in_resnet(B: int) -> Program:
     net = nn.ModuleDict(
-        dict(a=nn.Conv2d(3, 3, 3, padding=1, bias=False), n=nn.BatchNorm2d(3), b=nn.Conv2d(3, 3, 3, padding=1))
+        {
+            "a": nn.Conv2d(3, 3, 3, padding=1, bias=False),
+            "n": nn.BatchNorm2d(3),
+            "b": nn.Conv2d(3, 3, 3, padding=1),
+        }
     )
     x = torch.randn(B, 3, 5, 5)
     return shaken(net).eval(), lambda: score(F.relu(x + net["b"](F.relu(net["n"](net["a"](x))))))

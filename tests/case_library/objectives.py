@@ -22,21 +22,27 @@ VECTORS: dict[str, Callable[[Tensor], Tensor]] = {
         h, torch.full_like(h, 0.3), torch.arange(4.0), reduction="none", pos_weight=torch.arange(1.0, 5.0)
     ),
     "kl-div": lambda h: F.kl_div(h.log_softmax(1), torch.full_like(h, 0.25), reduction="none"),
-    "kl-div-log": lambda h: F.kl_div(h.log_softmax(1), h.detach().log_softmax(1), reduction="none", log_target=True),
+    "kl-div-log": lambda h: F.kl_div(
+        h.log_softmax(1), h.detach().log_softmax(1), reduction="none", log_target=True
+    ),
     "poisson": lambda h: F.poisson_nll_loss(h, torch.ones_like(h), reduction="none"),
-    "gaussian": lambda h: F.gaussian_nll_loss(h[:, :2], torch.ones_like(h)[:, :2], h[:, 2:].exp(), reduction="none"),
+    "gaussian": lambda h: F.gaussian_nll_loss(
+        h[:, :2], torch.ones_like(h)[:, :2], h[:, 2:].exp(), reduction="none"
+    ),
     "soft-margin": lambda h: F.soft_margin_loss(h, torch.ones_like(h), reduction="none"),
     "multilabel-soft": lambda h: F.multilabel_soft_margin_loss(h, torch.ones_like(h), reduction="none"),
     "cosine": lambda h: F.cosine_embedding_loss(h, torch.ones_like(h), h.new_ones(len(h)), reduction="none"),
     "hinge-embedding": lambda h: F.hinge_embedding_loss(h, -torch.ones_like(h), reduction="none"),
-    "margin-ranking": lambda h: F.margin_ranking_loss(h[:, 0], h[:, 1], h.new_ones(len(h)), 9.0, reduction="none"),
+    "margin-ranking": lambda h: F.margin_ranking_loss(
+        h[:, 0], h[:, 1], h.new_ones(len(h)), 9.0, reduction="none"
+    ),
     "soft-labels": lambda h: F.cross_entropy(h, torch.full_like(h, 0.25), reduction="none"),
     "triplet": lambda h: F.triplet_margin_loss(h, h.flip(1), torch.ones_like(h), 9.0, reduction="none"),
     "weighted-mse": lambda h: F.mse_loss(h, torch.ones_like(h), reduction="none", weight=torch.rand(h.shape)),
 }
 
 
-@case({name: dict(loss=loss) for name, loss in VECTORS.items()})
+@case({name: {"loss": loss} for name, loss in VECTORS.items()})
 def objective(B: int, loss: Callable[[Tensor], Tensor]) -> Program:
     net, x = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4)), torch.randn(B, 3)
     return net, lambda: loss(net(x)).unsqueeze(-1).flatten(1).mean(1)
@@ -45,9 +51,9 @@ def objective(B: int, loss: Callable[[Tensor], Tensor]) -> Program:
 @case(
     {
         "plain": {},
-        "weighted": dict(weight=torch.tensor([0.2, 1.0, 2.0, 0.5], dtype=torch.float64)),
-        "smoothed": dict(label_smoothing=0.2),
-        "ignored": dict(ignore_index=1),
+        "weighted": {"weight": torch.tensor([0.2, 1.0, 2.0, 0.5], dtype=torch.float64)},
+        "smoothed": {"label_smoothing": 0.2},
+        "ignored": {"ignore_index": 1},
     },
     batches=(4, 1, 0, 9),
 )
@@ -56,7 +62,7 @@ def classification(B: int, **options: Tensor | float) -> Program:
     return net, lambda: F.cross_entropy(net(x), y, reduction="none", **options)
 
 
-@case({"plain": {}, "ignored": dict(ignore_index=1), "smoothed": dict(label_smoothing=0.1)})
+@case({"plain": {}, "ignored": {"ignore_index": 1}, "smoothed": {"label_smoothing": 0.1}})
 def classification_over_time(B: int, **options: float) -> Program:
     net, x, y = nn.Linear(3, 4), torch.randn(B, 5, 3), ints(4, B, 5)
     return net, lambda: F.cross_entropy(net(x).transpose(1, 2), y, reduction="none", **options).mean(1)
@@ -71,7 +77,10 @@ def classification_of_pixels(B: int) -> Program:
 @case()
 def classification_folded(B: int) -> Program:
     net, x, y = nn.Linear(3, 4), torch.randn(B, 5, 3), ints(4, B, 5)
-    return net, lambda: F.cross_entropy(net(x).flatten(0, 1), y.flatten(), reduction="none").view(B, 5).mean(1)
+    return (
+        net,
+        lambda: F.cross_entropy(net(x).flatten(0, 1), y.flatten(), reduction="none").view(B, 5).mean(1),
+    )
 
 
 @case()
@@ -90,7 +99,10 @@ def classification_folded_with_padding(B: int) -> Program:
 @case(batches=(4, 5))
 def classification_time_first_as_long_as_the_batch(B: int) -> Program:
     net, x, y = nn.Linear(3, 4), torch.randn(B, B, 3), ints(4, B, B)
-    return net, lambda: F.cross_entropy(net(x).flatten(0, 1), y.flatten(), reduction="none").view(B, B).mean(0)
+    return (
+        net,
+        lambda: F.cross_entropy(net(x).flatten(0, 1), y.flatten(), reduction="none").view(B, B).mean(0),
+    )
 
 
 @case()
@@ -111,7 +123,7 @@ def negative_log_likelihood_by_index(B: int) -> Program:
     return net, lambda: -net(x).log_softmax(-1)[torch.arange(B), y]
 
 
-@case({"margin": dict(fn=F.multi_margin_loss), "nll": dict(fn=F.nll_loss)})
+@case({"margin": {"fn": F.multi_margin_loss}, "nll": {"fn": F.nll_loss}})
 def classification_by_margin(B: int, fn: Callable[..., Tensor]) -> Program:
     net, x, y = nn.Linear(3, 4), torch.randn(B, 3), ints(4, B)
     return net, lambda: fn(net(x), y, reduction="none")
@@ -134,7 +146,9 @@ def connectionist(B: int) -> Program:
 def connectionist_batch_first(B: int) -> Program:
     net, x, y = nn.GRU(3, 5, batch_first=True), torch.randn(B, 8, 3), torch.randint(1, 5, (B, 3))
     long, short = torch.full((B,), 8), torch.full((B,), 3)
-    return net, lambda: F.ctc_loss(net(x)[0].log_softmax(-1).transpose(0, 1), y, long, short, reduction="none")
+    return net, lambda: F.ctc_loss(
+        net(x)[0].log_softmax(-1).transpose(0, 1), y, long, short, reduction="none"
+    )
 
 
 @case()

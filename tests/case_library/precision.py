@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from .registry import Program, case, ints, param, score, shaken
 
-BF16 = dict(dtype=torch.bfloat16, rtol=6e-2)
-MIXED = dict(dtype=torch.float32, rtol=6e-2)
+BF16 = {"dtype": torch.bfloat16, "rtol": 6e-2}
+MIXED = {"dtype": torch.float32, "rtol": 6e-2}
 
 
 def _autocast(forward: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -78,7 +78,10 @@ def bfloat16_mlp(B: int) -> Program:
 
 @case(**BF16)
 def bfloat16_cnn(B: int) -> Program:
-    net, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3, groups=2)), torch.randn(B, 3, 6, 6)
+    net, x = (
+        nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3, groups=2)),
+        torch.randn(B, 3, 6, 6),
+    )
     return net, lambda: score(net(x)).float()
 
 
@@ -111,6 +114,19 @@ def bfloat16_attention(B: int) -> Program:
 def float16_mlp(B: int) -> Program:
     net, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), torch.randn(B, 4)
     return net, lambda: score(net(x))
+
+
+@case(dtype=torch.float16, rtol=2e-2, batches=(4, 17, 1))
+def float16_reordered(B: int) -> Program:
+    """The range of float16 is narrow: scaling a sample by 2^16 leaves it."""
+    net, x, order = nn.ModuleList([nn.Linear(4, 8), nn.Linear(8, 3)]), torch.randn(B, 4), torch.randperm(B)
+    return net, lambda: score(net[1](net[0](x).relu()[order]))
+
+
+@case(dtype=torch.float32, rtol=1e-4, batches=(4, 16, 1))
+def float32_reordered_near_overflow(B: int) -> Program:
+    net, x, order = nn.ModuleList([nn.Linear(4, 8), nn.Linear(8, 3)]), torch.randn(B, 4), torch.randperm(B)
+    return net, lambda: score(net[1](net[0](x).relu()[order])) * 1e35
 
 
 @case(dtype=torch.float32, rtol=2e-2)

@@ -11,23 +11,23 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequen
 from .registry import Program, case, param, score
 
 KINDS: dict[str, dict[str, Any]] = {
-    "lstm": dict(kind=nn.LSTM),
-    "gru": dict(kind=nn.GRU),
-    "tanh": dict(kind=nn.RNN),
-    "relu": dict(kind=nn.RNN, nonlinearity="relu"),
+    "lstm": {"kind": nn.LSTM},
+    "gru": {"kind": nn.GRU},
+    "tanh": {"kind": nn.RNN},
+    "relu": {"kind": nn.RNN, "nonlinearity": "relu"},
 }
 SHAPES: dict[str, dict[str, Any]] = {
-    "plain": dict(batch_first=True),
+    "plain": {"batch_first": True},
     "time-first": {},
-    "no-bias": dict(batch_first=True, bias=False),
-    "layers": dict(batch_first=True, num_layers=3),
-    "bidirectional": dict(batch_first=True, bidirectional=True),
-    "all": dict(num_layers=2, bidirectional=True, bias=False),
+    "no-bias": {"batch_first": True, "bias": False},
+    "layers": {"batch_first": True, "num_layers": 3},
+    "bidirectional": {"batch_first": True, "bidirectional": True},
+    "all": {"num_layers": 2, "bidirectional": True, "bias": False},
 }
 EVERY: dict[str, dict[str, Any]] = {f"{k}-{s}": {**KINDS[k], **SHAPES[s]} for k in KINDS for s in SHAPES}
 PROJECTED: dict[str, dict[str, Any]] = {
-    "plain": dict(batch_first=True),
-    "all": dict(num_layers=2, bidirectional=True),
+    "plain": {"batch_first": True},
+    "all": {"num_layers": 2, "bidirectional": True},
 }
 
 
@@ -48,16 +48,25 @@ def recurrent(B: int, kind: type[nn.RNNBase], **options: Any) -> Program:
     return net, lambda: score(_batch_first(net, net(x)[0]))
 
 
-@case({name: v for name, v in EVERY.items() if name.startswith("lstm")}, dtype=torch.float32, rtol=1e-4,
-      batches=(4, 1), nodes=("MkldnnRnnLayerBackward0",))  # fmt: skip
+@case(
+    {name: v for name, v in EVERY.items() if name.startswith("lstm")},
+    dtype=torch.float32,
+    rtol=1e-4,
+    batches=(4, 1),
+    nodes=("MkldnnRnnLayerBackward0",),
+)
 def fused(B: int, kind: type[nn.RNNBase], **options: Any) -> Program:
     net = kind(3, 4, **options)
     x = _sequences(net, B, 5)
     return net, lambda: score(_batch_first(net, net(x)[0]))
 
 
-@case({name: v for name, v in EVERY.items() if not name.startswith("lstm")}, dtype=torch.float32, rtol=1e-4,
-      batches=(4, 1))  # fmt: skip
+@case(
+    {name: v for name, v in EVERY.items() if not name.startswith("lstm")},
+    dtype=torch.float32,
+    rtol=1e-4,
+    batches=(4, 1),
+)
 def recurrent_float32(B: int, kind: type[nn.RNNBase], **options: Any) -> Program:
     net = kind(3, 4, **options)
     x = _sequences(net, B, 5)
@@ -86,7 +95,9 @@ def fused_as_long_as_the_batch(B: int) -> Program:
 
 @case(dtype=torch.float32, rtol=1e-4, batches=(4, 1), nodes=("MkldnnRnnLayerBackward0",))
 def fused_after_embedding(B: int) -> Program:
-    net = nn.ModuleDict(dict(e=nn.Embedding(6, 3), r=nn.LSTM(3, 4, 2, batch_first=True), o=nn.Linear(4, 6)))
+    net = nn.ModuleDict(
+        {"e": nn.Embedding(6, 3), "r": nn.LSTM(3, 4, 2, batch_first=True), "o": nn.Linear(4, 6)}
+    )
     x = torch.randint(6, (B, 5))
     loss = nn.CrossEntropyLoss(reduction="none")
     return net, lambda: loss(net["o"](net["r"](net["e"](x))[0]).mT, x).mean(1)
@@ -188,13 +199,13 @@ def packed(B: int, kind: type[nn.RNNBase], enforce_sorted: bool, **options: Any)
     return net, losses
 
 
-@case({"lstm": dict(kind=nn.LSTM), "gru": dict(kind=nn.GRU)}, dtype=torch.float32, rtol=1e-4, batches=(4, 1))
+@case({"lstm": {"kind": nn.LSTM}, "gru": {"kind": nn.GRU}}, dtype=torch.float32, rtol=1e-4, batches=(4, 1))
 def packed_float32(B: int, kind: type[nn.RNNBase]) -> Program:
     net, x = kind(3, 4, num_layers=2, bidirectional=True), torch.randn(5, B, 3)
     return net, lambda: score(pad_packed_sequence(net(_packed(x, False, False))[0], batch_first=True)[0])
 
 
-@case({"plain": {}, "all": dict(num_layers=2, bidirectional=True)}, batches=(4, 1))
+@case({"plain": {}, "all": {"num_layers": 2, "bidirectional": True}}, batches=(4, 1))
 def packed_projected(B: int, **options: Any) -> Program:
     net, x = nn.LSTM(3, 5, proj_size=2, **options), torch.randn(5, B, 3)
     return net, lambda: score(pad_packed_sequence(net(_packed(x, False, False))[0], batch_first=True)[0])
@@ -224,7 +235,7 @@ def packed_after_linear(B: int) -> Program:
     return net, losses
 
 
-@case({"lstm": dict(kind=nn.LSTMCell), "gru": dict(kind=nn.GRUCell), "rnn": dict(kind=nn.RNNCell)})
+@case({"lstm": {"kind": nn.LSTMCell}, "gru": {"kind": nn.GRUCell}, "rnn": {"kind": nn.RNNCell}})
 def cell_in_a_loop(B: int, kind: type[nn.RNNCellBase]) -> Program:
     net, x = kind(3, 4), torch.randn(5, B, 3)
 
@@ -237,7 +248,7 @@ def cell_in_a_loop(B: int, kind: type[nn.RNNCellBase]) -> Program:
     return net, losses
 
 
-@case({"lstm": dict(kind=nn.LSTMCell), "gru": dict(kind=nn.GRUCell)}, dtype=torch.float32, rtol=1e-4)
+@case({"lstm": {"kind": nn.LSTMCell}, "gru": {"kind": nn.GRUCell}}, dtype=torch.float32, rtol=1e-4)
 def cell_in_a_loop_float32(B: int, kind: type[nn.RNNCellBase]) -> Program:
     net, x = kind(3, 4, bias=False), torch.randn(5, B, 3)
 
@@ -259,7 +270,7 @@ def recurrent_unbatched_loop(B: int) -> Program:
 
 @case()
 def sequence_to_sequence(B: int) -> Program:
-    net = nn.ModuleDict(dict(enc=nn.GRU(3, 4), dec=nn.GRU(2, 4), out=nn.Linear(4, 2)))
+    net = nn.ModuleDict({"enc": nn.GRU(3, 4), "dec": nn.GRU(2, 4), "out": nn.Linear(4, 2)})
     x, y = torch.randn(5, B, 3), torch.randn(4, B, 2)
     return net, lambda: score(net["out"](net["dec"](y, net["enc"](x)[1])[0]).transpose(0, 1))
 

@@ -100,38 +100,51 @@ SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
     "gather": lambda h: h.gather(2, torch.tensor([3, 0, 0]).expand(h.shape[0], 3, 3)).sin(),
     "take-along": lambda h: torch.take_along_dim(h, h.argsort(1), 1).cumsum(1).sin(),
     "scatter": lambda h: torch.zeros_like(h).scatter(2, h.detach().argsort(2), h).cumsum(2).sin(),
-    "scatter-add": lambda h: torch.zeros_like(h)[:, :2].scatter_add(1, torch.tensor([0, 1, 0])[:, None].expand_as(h), h).sin(),
-    "scatter-amax": lambda h: torch.zeros_like(h)[:, :2].scatter_reduce(1, torch.tensor([0, 1, 0])[:, None].expand_as(h), h, "amax"),
+    "scatter-add": lambda h: (
+        torch.zeros_like(h)[:, :2].scatter_add(1, torch.tensor([0, 1, 0])[:, None].expand_as(h), h).sin()
+    ),
+    "scatter-amax": lambda h: torch.zeros_like(h)[:, :2].scatter_reduce(
+        1, torch.tensor([0, 1, 0])[:, None].expand_as(h), h, "amax"
+    ),
     "index-add": lambda h: torch.zeros_like(h)[:, :2].index_add(1, torch.tensor([0, 1, 0]), h).sin(),
     "index-fill": lambda h: h.index_fill(1, torch.tensor([1]), 0.3).sin(),
     "slice-scatter": lambda h: h.slice_scatter(h[:, :2].sin(), 1, 1),
     "select-scatter": lambda h: h.select_scatter(h[:, 0].sin(), 1, 2),
-    "masked-select": lambda h: h.masked_select(torch.tensor([True, False, True, True])).view(h.shape[0], 9).sin(),
+    "masked-select": lambda h: (
+        h.masked_select(torch.tensor([True, False, True, True])).view(h.shape[0], 9).sin()
+    ),
     "meshgrid": lambda h: torch.einsum("bi,bj->bij", h[:, 0], h[:, 1]).sin(),
     "channel-shuffle": lambda h: F.channel_shuffle(h.mT, 2).cumsum(1).sin(),
 }
 
 
-@case({name: dict(op=op) for name, op in REDUCTIONS.items()})
+@case({name: {"op": op} for name, op in REDUCTIONS.items()})
 def reduction(B: int, op: Callable[[Tensor], Tensor]) -> Program:
     net, x = nn.Linear(5, 4), torch.randn(B, 3, 5)
     return net, lambda: score(op(net(x)))
 
 
-@case({name: dict(op=op) for name, op in SHAPES.items()})
+@case({name: {"op": op} for name, op in SHAPES.items()})
 def reshaping(B: int, op: Callable[[Tensor], Tensor]) -> Program:
     net, x = nn.Linear(5, 4), torch.randn(B, 3, 5)
     return net, lambda: score(op(net(x)))
 
 
-@case({name: dict(op=REDUCTIONS[name]) for name in ("sum", "amax", "var", "logsumexp", "cumsum", "sort", "prod", "norm")},
-      batches=(4, 3))  # fmt: skip
+TIME_FIRST = ("sum", "amax", "var", "logsumexp", "cumsum", "sort", "prod", "norm")
+
+
+@case({name: {"op": REDUCTIONS[name]} for name in TIME_FIRST}, batches=(4, 3))
 def reduction_time_first_as_long_as_the_batch(B: int, op: Callable[[Tensor], Tensor]) -> Program:
     net, x = nn.Linear(4, 4), torch.randn(B, B, 4)
     return net, lambda: score(op(net(x).transpose(0, 1)))
 
 
-@case({name: dict(op=REDUCTIONS[name]) for name in ("prod", "logsumexp", "norm", "var", "mean", "amax", "cumsum")})
+@case(
+    {
+        name: {"op": REDUCTIONS[name]}
+        for name in ("prod", "logsumexp", "norm", "var", "mean", "amax", "cumsum")
+    }
+)
 def reduction_of_parameters(B: int, op: Callable[[Tensor], Tensor]) -> Program:
     w, x = param(4, 4, 3), torch.randn(B, 4)
     return [w], lambda: score((x @ op(w).flatten(1)).tanh())

@@ -11,8 +11,9 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from reference import Params
 from torch import Tensor, nn
+
+from tests.reference import Params
 
 Program: TypeAlias = tuple[Params, Callable[[], Tensor]]
 

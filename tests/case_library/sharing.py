@@ -21,7 +21,7 @@ def tied_embedding_and_head(B: int) -> Program:
 
 @case()
 def tied_modules(B: int) -> Program:
-    net = nn.ModuleDict(dict(tok=nn.Embedding(7, 4, padding_idx=0), head=nn.Linear(4, 7)))
+    net = nn.ModuleDict({"tok": nn.Embedding(7, 4, padding_idx=0), "head": nn.Linear(4, 7)})
     net["head"].weight = net["tok"].weight
     x = ints(7, B, 5)
     return net, lambda: score(net["head"](net["tok"](x).tanh()))
@@ -53,14 +53,14 @@ def linear_applied_at_two_ranks(B: int) -> Program:
 
 @case()
 def norm_applied_twice(B: int) -> Program:
-    net = shaken(nn.ModuleDict(dict(norm=nn.LayerNorm(4), a=nn.Linear(4, 4), b=nn.Linear(4, 4))))
+    net = shaken(nn.ModuleDict({"norm": nn.LayerNorm(4), "a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}))
     x = torch.randn(B, 3, 4)
     return net, lambda: score(net["norm"](net["b"](net["norm"](net["a"](x)).relu())))
 
 
 @case()
 def group_norm_applied_twice(B: int) -> Program:
-    net = shaken(nn.ModuleDict(dict(norm=nn.GroupNorm(2, 4), conv=nn.Conv2d(4, 4, 3, padding=1))))
+    net = shaken(nn.ModuleDict({"norm": nn.GroupNorm(2, 4), "conv": nn.Conv2d(4, 4, 3, padding=1)}))
     x = torch.randn(B, 4, 5, 5)
     return net, lambda: score(net["norm"](net["conv"](net["norm"](net["conv"](x)).relu())))
 
@@ -98,7 +98,11 @@ def layer_of_batch_and_of_a_constant_as_long(B: int) -> Program:
 
 @case()
 def prototypes_by_distance(B: int) -> Program:
-    net, x, support = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)), torch.randn(B, 4), torch.randn(6, 4)
+    net, x, support = (
+        nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)),
+        torch.randn(B, 4),
+        torch.randn(6, 4),
+    )
     y = ints(3, B)
 
     def losses() -> Tensor:
@@ -180,9 +184,12 @@ class Lora(nn.Module):
         return self.base(x) + 0.5 * (x @ self.a.t()) @ self.b.t()
 
 
-@case({"added": dict(merged=False), "merged": dict(merged=True)})
+@case({"added": {"merged": False}, "merged": {"merged": True}})
 def lora(B: int, merged: bool) -> Program:
-    net, x = nn.Sequential(Lora(merged), nn.GELU(), nn.Linear(5, 3).requires_grad_(False)), torch.randn(B, 3, 4)
+    net, x = (
+        nn.Sequential(Lora(merged), nn.GELU(), nn.Linear(5, 3).requires_grad_(False)),
+        torch.randn(B, 3, 4),
+    )
     return net, lambda: score(net(x))
 
 

@@ -11,7 +11,11 @@ from .registry import Program, case, ints, param, score, shaken
 
 @case()
 def hypernetwork_vector(B: int) -> Program:
-    net, z, x = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4)), torch.randn(B, 3), torch.randn(B, 4)
+    net, z, x = (
+        nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4)),
+        torch.randn(B, 3),
+        torch.randn(B, 4),
+    )
     return net, lambda: (net(z) * x).sum(1).sin()
 
 
@@ -87,7 +91,9 @@ def modulated_weight(B: int) -> Program:
 
 @case()
 def film_conditioning(B: int) -> Program:
-    net = nn.ModuleDict(dict(conv=nn.Conv2d(3, 4, 3), norm=nn.GroupNorm(2, 4, affine=False), film=nn.Linear(2, 8)))
+    net = nn.ModuleDict(
+        {"conv": nn.Conv2d(3, 4, 3), "norm": nn.GroupNorm(2, 4, affine=False), "film": nn.Linear(2, 8)}
+    )
     x, z = torch.randn(B, 3, 5, 5), torch.randn(B, 2)
 
     def losses() -> Tensor:
@@ -111,7 +117,7 @@ def squeeze_and_excite(B: int) -> Program:
 
 @case(zeros=("inner.weight", "inner.bias"))
 def gate_at_zero(B: int) -> Program:
-    net = nn.ModuleDict(dict(inner=nn.Linear(4, 4), outer=nn.Linear(4, 3)))
+    net = nn.ModuleDict({"inner": nn.Linear(4, 4), "outer": nn.Linear(4, 3)})
     net.register_parameter("gate", nn.Parameter(torch.zeros(())))
     x = torch.randn(B, 4)
     return net, lambda: score(net["outer"](x + net.gate * net["inner"](x).tanh()))
@@ -133,7 +139,10 @@ def norm_scale_at_zero(B: int) -> Program:
 
 @case()
 def frozen_layers(B: int) -> Program:
-    net, x = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3)), torch.randn(B, 4)
+    net, x = (
+        nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3)),
+        torch.randn(B, 4),
+    )
     net[2].requires_grad_(False)
     net[4].weight.requires_grad_(False)
     return net, lambda: score(net(x))
@@ -149,7 +158,9 @@ def frozen_backbone(B: int) -> Program:
 
 @case()
 def only_biases_trained(B: int) -> Program:
-    net = shaken(nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(36, 3)))
+    net = shaken(
+        nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(36, 3))
+    )
     for name, p in net.named_parameters():
         p.requires_grad_(name.endswith("bias"))
     x = torch.randn(B, 3, 5, 5)
@@ -158,7 +169,7 @@ def only_biases_trained(B: int) -> Program:
 
 @case(zeros=("spare.weight", "spare.bias", "lone"))
 def unused_parameters(B: int) -> Program:
-    net = nn.ModuleDict(dict(used=nn.Linear(4, 3), spare=nn.Linear(4, 3)))
+    net = nn.ModuleDict({"used": nn.Linear(4, 3), "spare": nn.Linear(4, 3)})
     net.register_parameter("lone", param(2, 2))
     x = torch.randn(B, 4)
     return net, lambda: score(net["used"](x))
@@ -184,7 +195,9 @@ def stop_gradient_target(B: int) -> Program:
 
 @case()
 def several_inputs_and_outputs(B: int) -> Program:
-    net = nn.ModuleDict(dict(a=nn.Linear(3, 4), b=nn.Conv1d(2, 4, 3), cls=nn.Linear(4, 3), reg=nn.Linear(4, 1)))
+    net = nn.ModuleDict(
+        {"a": nn.Linear(3, 4), "b": nn.Conv1d(2, 4, 3), "cls": nn.Linear(4, 3), "reg": nn.Linear(4, 1)}
+    )
     x, z, y, r = torch.randn(B, 3), torch.randn(B, 2, 6), ints(3, B), torch.randn(B)
 
     def losses() -> Tensor:
@@ -239,7 +252,7 @@ def losses_from_an_expanded_scalar(B: int) -> Program:
 
 @case()
 def variational_autoencoder(B: int) -> Program:
-    net = nn.ModuleDict(dict(enc=nn.Linear(6, 4), dec=nn.Linear(2, 6)))
+    net = nn.ModuleDict({"enc": nn.Linear(6, 4), "dec": nn.Linear(2, 6)})
     x = torch.rand(B, 6)
 
     def losses() -> Tensor:
@@ -253,7 +266,13 @@ def variational_autoencoder(B: int) -> Program:
 
 @case()
 def diffusion_step(B: int) -> Program:
-    net = nn.ModuleDict(dict(time=nn.Embedding(8, 4), conv=nn.Conv2d(1, 4, 3, padding=1), out=nn.Conv2d(4, 1, 3, padding=1)))
+    net = nn.ModuleDict(
+        {
+            "time": nn.Embedding(8, 4),
+            "conv": nn.Conv2d(1, 4, 3, padding=1),
+            "out": nn.Conv2d(4, 1, 3, padding=1),
+        }
+    )
     x, t, noise = torch.randn(B, 1, 5, 5), ints(8, B), torch.randn(B, 1, 5, 5)
 
     def losses() -> Tensor:

@@ -45,16 +45,25 @@ IMAGES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@case({name: dict(op=op) for name, op in IMAGES.items()}, batches=(4, 1))
+@case({name: {"op": op} for name, op in IMAGES.items()}, batches=(4, 1))
 def image(B: int, op: Callable[[Tensor], Tensor]) -> Program:
     net, x = nn.Conv2d(3, 4, 3, padding=1), torch.randn(B, 3, 6, 6)
     return net, lambda: score(op(net(x)))
 
 
-EMPTY = ("max-pool", "avg-pool", "adaptive-avg", "adaptive-avg-one", "bilinear", "nearest", "pixel-shuffle", "pad-constant")
+EMPTY = (
+    "max-pool",
+    "avg-pool",
+    "adaptive-avg",
+    "adaptive-avg-one",
+    "bilinear",
+    "nearest",
+    "pixel-shuffle",
+    "pad-constant",
+)
 
 
-@case({name: dict(op=IMAGES[name]) for name in EMPTY}, batches=(0, 4))
+@case({name: {"op": IMAGES[name]} for name in EMPTY}, batches=(0, 4))
 def image_empty_batch(B: int, op: Callable[[Tensor], Tensor]) -> Program:
     net, x = nn.Conv2d(3, 4, 3, padding=1), torch.randn(B, 3, 6, 6)
     return net, lambda: score(op(net(x)))
@@ -65,7 +74,7 @@ SIGNALS: dict[str, Callable[[Tensor], Tensor]] = {
     "avg-pool": lambda h: F.avg_pool1d(h, 3, stride=1),
     "adaptive-avg": lambda h: F.adaptive_avg_pool1d(h, 3),
     "adaptive-max": lambda h: F.adaptive_max_pool1d(h, 3),
-    "lp-pool": lambda h: F.lp_pool1d(h, 3, 2),
+    "lp-pool": lambda h: F.lp_pool1d(h, 2, 2),
     "linear": lambda h: F.interpolate(h, size=11, mode="linear"),
     "nearest": lambda h: F.interpolate(h, size=11),
     "pad-reflect": lambda h: F.pad(h, (2, 1), mode="reflect").cumsum(-1),
@@ -73,7 +82,7 @@ SIGNALS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@case({name: dict(op=op) for name, op in SIGNALS.items()}, batches=(4, 1))
+@case({name: {"op": op} for name, op in SIGNALS.items()}, batches=(4, 1))
 def signal(B: int, op: Callable[[Tensor], Tensor]) -> Program:
     net, x = nn.Conv1d(3, 4, 3, padding=1), torch.randn(B, 3, 7)
     return net, lambda: score(op(net(x)))
@@ -91,19 +100,22 @@ VOLUMES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@case({name: dict(op=op) for name, op in VOLUMES.items()}, batches=(4, 1))
+@case({name: {"op": op} for name, op in VOLUMES.items()}, batches=(4, 1))
 def volume(B: int, op: Callable[[Tensor], Tensor]) -> Program:
     net, x = nn.Conv3d(2, 2, 3, padding=1), torch.randn(B, 2, 4, 4, 4)
     return net, lambda: score(op(net(x)))
 
 
-@case({mode: dict(mode=mode) for mode in ("bilinear", "nearest", "bicubic")}, batches=(4, 1))
+@case({mode: {"mode": mode} for mode in ("bilinear", "nearest", "bicubic")}, batches=(4, 1))
 def grid_sample(B: int, mode: str) -> Program:
     net, x, grid = nn.Conv2d(3, 4, 3), torch.randn(B, 3, 6, 6), torch.rand(B, 5, 3, 2) * 2 - 1
     return net, lambda: score(F.grid_sample(net(x), grid, mode=mode, align_corners=False))
 
 
-@case({"zeros": {}, "border": dict(padding_mode="border"), "reflection": dict(padding_mode="reflection")}, batches=(4, 1))
+@case(
+    {"zeros": {}, "border": {"padding_mode": "border"}, "reflection": {"padding_mode": "reflection"}},
+    batches=(4, 1),
+)
 def spatial_transformer(B: int, **options: str) -> Program:
     net = nn.ModuleList([nn.Linear(12, 6), nn.Conv2d(3, 2, 3)])
     x = torch.randn(B, 3, 6, 6)
@@ -157,7 +169,9 @@ def patches_by_unfold(B: int) -> Program:
 @case(batches=(4, 1))
 def patches_by_reshape(B: int) -> Program:
     net, x = nn.Linear(12, 3), torch.randn(B, 3, 6, 6)
-    return net, lambda: score(net(x.view(B, 3, 3, 2, 3, 2).permute(0, 2, 4, 3, 5, 1).reshape(B, 9, 12)).tanh())
+    return net, lambda: score(
+        net(x.view(B, 3, 3, 2, 3, 2).permute(0, 2, 4, 3, 5, 1).reshape(B, 9, 12)).tanh()
+    )
 
 
 @case(batches=(4, 1))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.zoo.build import Spec
+from tests.zoo.config import Spec
 
 Inputs = dict[str, Any]
 
@@ -48,7 +48,7 @@ def pixels(model: nn.Module, spec: Spec) -> Inputs:
 
 
 def video(model: nn.Module, spec: Spec) -> Inputs:
-    return {model.main_input_name: torch.randn(spec.B, *(spec.shape or (4, 3, 16, 16)))}
+    return {str(model.main_input_name): torch.randn(spec.B, *(spec.shape or (4, 3, 16, 16)))}
 
 
 def text_and_pixels(model: nn.Module, spec: Spec) -> Inputs:
@@ -68,7 +68,7 @@ def codes(model: nn.Module, spec: Spec) -> Inputs:
 
 
 def features(model: nn.Module, spec: Spec) -> Inputs:
-    return {model.main_input_name: torch.randn(spec.B, *(spec.shape or (24, 16)))}
+    return {str(model.main_input_name): torch.randn(spec.B, *(spec.shape or (24, 16)))}
 
 
 def masked_features(model: nn.Module, spec: Spec) -> Inputs:

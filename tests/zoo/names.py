@@ -93,3 +93,14 @@ SQUARE = """
     albert bert roberta electra distilbert gpt2 llama mistral opt bloom falcon gemma2 phi qwen2 xlnet mixtral
     deepseek_v2 qwen3_moe olmoe gpt_oss switch_transformers mamba mamba2 rwkv recurrent_gemma t5 bart vit swin
 """
+
+FAST = """
+    albert bert bert/eager deberta distilbert electra fnet funnel modernbert roberta canine layoutlm
+    bloom falcon gemma2 gpt2 gpt_neo llama llama/eager llama/float32 mistral opt phi qwen2 qwen3 xlnet
+    deepseek_v2 deepseek_v3 gpt_oss jetmoe llama4_text mixtral mixtral/batched mixtral/grouped nllb-moe olmoe
+    qwen2_moe qwen3_moe switch_transformers
+    bamba jamba mamba mamba2 recurrent_gemma rwkv xlstm qwen3_next
+    bart encoder-decoder longt5 m2m_100 t5
+    beit clip convnext cvt deformable_detr detr idefics3_vision mobilenet_v2 regnet resnet swin vit vivit
+    encodec hubert moonshine parakeet_encoder univnet wav2vec2 whisper
+"""

@@ -16,15 +16,16 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
 
-from .._errors import PerformanceWarning
+from .._errors import InteractionError, PerformanceWarning, UnsupportedError
 from ..factors import Dense, Factor, Masked, combine
 from . import saved
 from .assign import Map, assign
 from .fallback import push_masked
+from .interaction import interactions
 from .invoke import call, is_python, sum_to
 from .layout import Layout, labels
 from .pullback import pull
-from .rules import RULES, Use
+from .rules import RULES, Use, opaque
 from .site import Flow, Site
 from .tape import Slot, Tape, is_leaf, walk
 
@@ -77,7 +78,38 @@ def capture(
     """Every parameter's factor; None for parameters that the losses do not reach."""
     if len(losses) == 1:
         return _whole(losses, params, retain_graph)
-    return _Capture(plan(losses, list(params.values())), losses, params).run(retain_graph)
+    found = plan(losses, list(params.values()))
+    _check_reached(found.tape, params)
+    meeting = interactions(found.tape, found.map)
+    if meeting:
+        _report_interaction(meeting, independent)
+    return _Capture(found, losses, params).run(retain_graph)
+
+
+def _report_interaction(ops: Sequence[str], independent: bool) -> None:
+    where = ", ".join(ops)
+    if independent:
+        raise InteractionError(
+            f"samples interact in {where}: one sample's loss depends on another sample. Use layers that keep samples "
+            f"apart (e.g. GroupNorm for BatchNorm, or model.eval()), or drop independent=True for exact Jacobian rows"
+        )
+    warnings.warn(
+        f"samples interact in {where}: the answer is the exact Jacobian, at the price of one cotangent per sample for "
+        f"everything below.",
+        PerformanceWarning,
+        stacklevel=4,
+    )
+
+
+def _check_reached(tape: Tape, params: Mapping[str, Tensor]) -> None:
+    """Never answer zeros for a parameter that the graph holds under another name."""
+    reached = {id(p) for p in tape.leaves.values()}
+    hidden = [name for name, p in params.items() if id(p) not in reached and hasattr(p, "_local_tensor")]
+    if hidden and tape.others:
+        raise UnsupportedError(
+            f"sharded parameters {hidden} are not leaves of this graph (the graph holds {len(tape.others)} unsharded "
+            f"ones): per-sample gradients of sharded models are not supported here"
+        )
 
 
 def _whole(losses: Tensor, params: Mapping[str, Tensor], retain_graph: bool) -> dict[str, Factor | None]:
@@ -164,8 +196,11 @@ class _Capture:
         flow = self.map.flows[use.site.node, use.k]
         if not isinstance(flow, Flow):
             return self._separable_edge(use, flow)
+        if is_python(use.site.node):
+            return None
         fast = RULES.get(use.site.name)
-        return None if fast is None or is_python(use.site.node) else fast(use)
+        factor = None if fast is None else fast(use)
+        return factor if factor is not None or flow is Flow.MIXED else opaque(use)
 
     def _separable_edge(self, use: Use, flow: Layout) -> Factor | None:
         """Part of a sum that is not separable, but this contribution is: compute it whole, once."""

@@ -8,8 +8,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from .layout import Block, Labels, Layout, Shape, labels, sample_dims, strides
 from .flows.pointwise import broadcast_dims
+from .layout import Block, Labels, Layout, Shape, labels, sample_dims, split
 
 
 class Lanes:
@@ -82,38 +82,42 @@ def _row_sizes(layout: Layout, shape: Shape, row_dims: int) -> list[int]:
     return [shape[d] if d in varying else 1 for d in range(row_dims)]
 
 
-def sum_per_sample(t: Tensor, layout: Layout, target: Shape) -> Tensor | None:
-    """(B, *target): for every sample, its part of ``t`` summed over the dims along which ``target`` was broadcast.
-
-    None when the sample lies in a dim that ``target`` keeps.
-    """
+def sum_per_sample(t: Tensor, layout: Layout, target: Shape) -> Tensor:
+    """(B, *target): for every sample, its part of ``t`` summed over the dims along which ``target`` was broadcast."""
     shape = tuple(t.shape)
     to_dims = broadcast_dims(shape, target)
     varying = sample_dims(layout, shape)
-    if any(to_dims[d] is not None for d in varying):
-        return None
     reduced = [d for d in range(len(shape)) if to_dims[d] is None]
-    if isinstance(layout, Block) and len(varying) == 1:
-        dim = varying[0]
-        step = strides(shape)[dim]
-        if layout.inner % step == 0 and shape[dim] % (layout.inner // step * layout.batch) == 0:
-            b = layout.inner // step
-            wide = t.unflatten(dim, (shape[dim] // (b * layout.batch), layout.batch, b))
-            over = [d for d in reduced if d < dim] + [dim, dim + 2] + [d + 2 for d in reduced if d > dim]
-            over = [d for d in over if wide.shape[d] != 1]
-            kept = wide.sum(over, keepdim=True) if over else wide
-            return kept.movedim(dim + 1, 0).reshape(layout.batch, *target)
-    return _sum_labelled(t, layout, reduced, varying, target)
+    parts = split(layout, shape, varying[0]) if len(varying) == 1 else None
+    if parts is None or varying[0] not in reduced:
+        return _sum_labelled(t, layout, reduced, varying, target)
+    (dim,), (a, b) = varying, parts
+    wide = t.unflatten(dim, (a, layout.batch, b))
+    over = [d for d in reduced if d < dim] + [dim, dim + 2] + [d + 2 for d in reduced if d > dim]
+    over = [d for d in over if wide.shape[d] != 1]
+    kept = wide.sum(over, keepdim=True) if over else wide
+    return kept.movedim(dim + 1, 0).reshape(layout.batch, *target)
 
 
 def _sum_labelled(t: Tensor, layout: Layout, reduced: Sequence[int], varying: Sequence[int], target: Shape) -> Tensor:
+    """As above with an explicit sample per row; rows are told apart by sample and by their place in dims that stay."""
     shape = tuple(t.shape)
     others = [d for d in reduced if d not in varying]
-    kept = t.sum(others, keepdim=True) if others else t
+    part = t.sum(others, keepdim=True) if others else t
+    staying = [d for d in varying if d not in reduced]
     rest = [d for d in range(len(shape)) if d not in varying]
-    rows = kept.permute(*varying, *rest).reshape(prod(shape[d] for d in varying), -1)
-    index = labels(layout, shape).permute(*varying, *rest).reshape(-1)
-    return Lanes(layout.batch, 0, 0, index).sum(rows).reshape(layout.batch, *target)
+    rows = part.permute(*varying, *rest).reshape(prod(shape[d] for d in varying), -1)
+    places = prod(shape[d] for d in staying)
+    place = torch.zeros((), dtype=torch.int64)
+    for d in staying:
+        place = place * shape[d] + torch.arange(shape[d]).reshape([-1 if e == d else 1 for e in range(len(shape))])
+    mark = labels(layout, shape)
+    mark = torch.where(mark < 0, mark, mark * places + place)
+    index = mark.permute(*varying, *rest).reshape(-1)
+    summed = Lanes(layout.batch * places, 0, 0, index).sum(rows)
+    sizes = [shape[d] for d in staying] + [part.shape[d] for d in rest]
+    order = [0, *[(staying + rest).index(d) + 1 for d in range(len(shape)) if d in staying or d in rest]]
+    return summed.reshape(layout.batch, *sizes).permute(order).reshape(layout.batch, *target)
 
 
 def one_sample(layout: Layout) -> int | None:

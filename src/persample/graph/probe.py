@@ -23,10 +23,16 @@ from .site import Fate, Flow, Site
 from .tape import Slot, Tape
 
 _Outputs = Sequence[Tensor | None]
+_OWN: Shape = (-1,)  # in place of a target's shape: whatever the output's own shape is
 
 
-def probe_node(site: Site, layouts: Sequence[Layout | None], batch: int) -> list[Fate]:
-    """The fate of every output of a linear node, from random cotangents with these layouts."""
+def probe_node(
+    site: Site, layouts: Sequence[Layout | None], batch: int, *, summed: bool = True
+) -> list[Fate]:
+    """The fate of every output of a linear node, from random cotangents with these layouts.
+
+    ``summed=False`` asks about outputs as the node returns them, before the engine sums over broadcast dims.
+    """
     metadata = site.node._input_metadata  # type: ignore[attr-defined]
     random: list[Tensor | None] = []
     marks: list[Tensor | None] = []
@@ -45,7 +51,7 @@ def probe_node(site: Site, layouts: Sequence[Layout | None], batch: int) -> list
         scaled = [None if r is None or m is None else r * scale(m).to(r.dtype) for r, m in zip(random, marks, strict=True)]
         return call(site.node, scaled, site.edges)
 
-    targets = [None if slot is None else site.target(k) for k, slot in enumerate(site.edges)]
+    targets = [None if slot is None else site.target(k) if summed else _OWN for k, slot in enumerate(site.edges)]
     return _ask(run, targets, batch, base=_base(metadata[0].dtype))
 
 
@@ -121,6 +127,7 @@ def _fate(one: Tensor | None, index: Tensor | None, shape: Shape | None, batch: 
         return None
     index = index.masked_fill(~known, NOBODY)
     poisoned = not bool(torch.isfinite(one).all())
+    shape = tuple(index.shape) if shape is _OWN else shape
     if index.shape != shape:  # the engine would sum a broadcast output to its target's shape
         return _summed(index, shape, batch)
     return fit(index, shape, batch, poisoned)

@@ -104,5 +104,5 @@ class Site:
 
 
 WEIGHT_VIEWS = frozenset(
-    "T Transpose Permute View UnsafeView ReshapeAlias Unsqueeze Squeeze ToCopy Clone Alias Expand Contiguous".split()
+    "T Transpose Permute View UnsafeView ReshapeAlias Unsqueeze Squeeze ToCopy Clone Alias".split()
 )

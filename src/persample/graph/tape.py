@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from .._errors import UnsupportedError
 from .layout import Shape
 
 Slot = tuple[Node, int]  # a node's cotangent number nr: the gradient of the forward op's output nr
@@ -22,7 +23,6 @@ class Tape:
     edges: dict[Node, tuple[Slot | None, ...]]  # per backward output; None where nothing requested lies beyond
     leaves: dict[Node, Tensor]  # AccumulateGrad nodes of requested parameters
     others: list[Node] = field(default_factory=list)  # AccumulateGrad nodes that nobody asked for
-    opaque: list[Node] = field(default_factory=list)  # nodes without a requested leaf in sight
     _shapes: dict[Node, tuple[Shape, ...]] = field(default_factory=dict)
 
     def shapes(self, node: Node) -> tuple[Shape, ...]:
@@ -62,7 +62,6 @@ def walk(losses: Tensor, params: Iterable[Tensor]) -> Tape:
     needed: dict[Node, bool] = {}
     leaves: dict[Node, Tensor] = {}
     others: list[Node] = []
-    opaque: list[Node] = []
     after: list[Node] = []  # children before parents
     children: dict[Node, tuple[tuple[Node | None, int], ...]] = {}
     stack: list[tuple[Node, bool]] = [(root, False)]
@@ -70,11 +69,17 @@ def walk(losses: Tensor, params: Iterable[Tensor]) -> Tape:
         node, expanded = stack.pop()
         if expanded:
             needed[node] = any(needed[c] for c, _ in children[node] if c is not None)
-            (after if needed[node] else opaque).append(node)
+            if needed[node]:
+                after.append(node)
             continue
         if node in children:
             continue
         below = children[node] = node.next_functions
+        if type(node).__name__ == "CheckpointFunctionBackward":
+            raise UnsupportedError(
+                "the graph holds a reentrant checkpoint (torch.utils.checkpoint with use_reentrant=True), which hides the "
+                "ops inside it: use checkpoint(..., use_reentrant=False)"
+            )
         if not below and is_leaf(node):
             variable = node.variable  # type: ignore[attr-defined]
             needed[node] = id(variable) in wanted
@@ -91,4 +96,4 @@ def walk(losses: Tensor, params: Iterable[Tensor]) -> Tape:
         for node in after
     }
     after.reverse()
-    return Tape((root, losses.output_nr), after, edges, leaves, others, opaque)
+    return Tape((root, losses.output_nr), after, edges, leaves, others)

@@ -5,6 +5,7 @@ tensor it belongs to, or None when it has no fast form for this layout (the exac
 """
 
 from . import broadcast, convolutions, norms, products, recurrent, tables
+from .broadcast import opaque
 from .registry import RULES, Use, rule
 
-__all__ = ["RULES", "Use", "broadcast", "convolutions", "norms", "products", "recurrent", "rule", "tables"]
+__all__ = ["RULES", "Use", "broadcast", "convolutions", "norms", "opaque", "products", "recurrent", "rule", "tables"]

@@ -10,15 +10,14 @@ from ..flows.pointwise import POINTWISE
 from ..invoke import call
 from ..lanes import sum_per_sample
 from ..layout import Layout, Shape, labels
+from ..probe import probe_node
+from ..site import Flow
 from .registry import Use, rule
 
 
-def dense(value: Tensor | None, layout: Layout, target: Shape) -> Factor | None:
+def dense(value: Tensor, layout: Layout, target: Shape) -> Factor:
     """The factor of a broadcast operand, from its gradient before the sum over broadcast dims."""
-    if value is None:
-        return None
-    summed = sum_per_sample(value, layout, target)
-    return None if summed is None else Dense(summed)
+    return Dense(sum_per_sample(value, layout, target))
 
 
 @rule(POINTWISE)
@@ -45,6 +44,18 @@ def _operand_gradient(use: Use) -> Tensor | None:
         if other is not None and not other.is_complex():
             return g * other
     return call(site.node, use.cotangents, site.edges)[k]
+
+
+def opaque(use: Use) -> Factor | None:
+    """A linear node without a rule whose output is still to be summed over broadcast dims: ask whose its elements are."""
+    site, k = use.site, use.k
+    value = call(site.node, use.cotangents, site.edges)[k]
+    if value is None or value.is_sparse or tuple(value.shape) == use.target:
+        return None
+    fate = probe_node(site, use.layouts, use.batch, summed=False)[k]
+    if fate is None or isinstance(fate, Flow):
+        return None
+    return dense(value.to(site.metadata(k).dtype), fate, use.target)
 
 
 @rule("Repeat")

@@ -13,11 +13,11 @@ from .broadcast import dense
 from .registry import Use, rule
 
 
-def _affine(use: Use, normalised: Tensor | None, broadcast: Shape) -> Factor | None:
+def _affine(use: Use, normalised: Tensor | None, broadcast: Shape) -> Factor:
     """d scale = Σ g · x̂ and d shift = Σ g over a sample's positions, for a parameter broadcast as ``broadcast``."""
     value = use.g if normalised is None else use.g * normalised
     summed = sum_per_sample(value.to(use.site.metadata(use.k).dtype), use.layout, broadcast)
-    return None if summed is None else Dense(summed.reshape(use.batch, *use.target))
+    return Dense(summed.reshape(use.batch, *use.target))
 
 
 @rule("NativeLayerNorm")

@@ -44,15 +44,18 @@ def addmm(use: Use) -> Factor | None:
 def _matrix(use: Use, operand: int, first: str, second: str, scale: float) -> Factor | None:
     """Outer products over the rows (for the right operand) or the columns (for the left one) of g."""
     g, layout = use.g, use.layout
-    if g.is_complex():
-        return None
     if operand == 1:
         lanes = Lanes.of(layout, tuple(g.shape), 1)
-        return None if lanes is None else Outer(lanes.group(use.site.tensor(first)), lanes.group(g), scale)
+        return None if lanes is None else Outer(lanes.group(_conj(use.site.tensor(first))), lanes.group(g), scale)
     lanes = _column_lanes(layout, g)
     if lanes is None:
         return None
-    return Outer(lanes.group(g.t()), lanes.group(use.site.tensor(second).t()), scale)
+    return Outer(lanes.group(g.t()), lanes.group(_conj(use.site.tensor(second)).t()), scale)
+
+
+def _conj(t: Tensor) -> Tensor:
+    """The gradient of a complex product takes the other operand's conjugate."""
+    return t.conj().resolve_conj() if t.is_complex() else t
 
 
 def _column_lanes(layout: Layout, g: Tensor) -> Lanes | None:
@@ -78,14 +81,12 @@ def baddbmm(use: Use) -> Factor | None:
 
 def _matrices(use: Use, operand: int, first: str, second: str, scale: float) -> Factor | None:
     """As `_matrix`, with a leading dim of n independent products: factors (B, n, T, ·)."""
-    if use.g.is_complex():
-        return None
     order = (0, 1, 2) if operand == 1 else (0, 2, 1)  # bring the contracted dim second: (n, positions, ·)
     g = use.g.permute(order)
     layout = carry(use.layout, tuple(use.g.shape), tuple(g.shape), order)
     if layout is None:
         return None
-    other = use.site.tensor(first if operand == 1 else second).permute(order)
+    other = _conj(use.site.tensor(first if operand == 1 else second)).permute(order)
     grouped = _by_product(layout, g, other)
     if grouped is None:
         return None
@@ -122,9 +123,9 @@ def addbmm(use: Use) -> Factor | None:
     g = use.g.permute(order)
     layout = carry(use.layout, tuple(use.g.shape), tuple(g.shape), order)
     lanes = None if layout is None else Lanes.of(layout, tuple(g.shape), 1)
-    if lanes is None or alpha is None or g.is_complex():
+    if lanes is None or alpha is None:
         return None
-    other = use.site.tensor("batch1") if use.k == 2 else use.site.tensor("batch2").mT
+    other = _conj(use.site.tensor("batch1") if use.k == 2 else use.site.tensor("batch2").mT)
     x = lanes.group(other.transpose(0, 1)).transpose(1, 2)
     dy = lanes.group(g).unsqueeze(1).expand(-1, len(other), -1, -1)
     return Outer(x, dy, alpha) if use.k == 2 else Outer(dy, x, alpha)
@@ -138,9 +139,9 @@ def mv(use: Use) -> Factor | None:
         return _scaled_bias(use)
     scale = 1.0 if use.site.name == "Mv" else _scalar(use, "alpha")
     lanes = use.lanes(1)
-    if operand == 0 or lanes is None or scale is None or use.g.is_complex():
+    if operand == 0 or lanes is None or scale is None:
         return None
-    matrix = use.site.tensor("self" if use.site.name == "Mv" else "mat")
+    matrix = _conj(use.site.tensor("self" if use.site.name == "Mv" else "mat"))
     return Dense(lanes.sum(use.g.unsqueeze(1) * matrix * scale))
 
 

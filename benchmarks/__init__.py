@@ -1,0 +1,1 @@
+"""How much per-sample gradients cost, measured against a plain step. Run by `make bench`."""

@@ -1,0 +1,131 @@
+"""The networks that are measured, written as their users would write them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+def mlp(widths: list[int]) -> nn.Module:
+    """Linear layers with ReLU between them."""
+    layers: list[nn.Module] = [nn.Linear(widths[0], widths[1])]
+    for d, p in zip(widths[1:-1], widths[2:], strict=True):
+        layers += [nn.ReLU(), nn.Linear(d, p)]
+    return nn.Sequential(*layers)
+
+
+def mnist_cnn() -> nn.Module:
+    """The small CNN of the private-learning tutorials: two convolutions, two linear layers."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 8, stride=2, padding=3),
+        nn.ReLU(),
+        nn.MaxPool2d(2, 1),
+        nn.Conv2d(16, 32, 4, stride=2),
+        nn.ReLU(),
+        nn.MaxPool2d(2, 1),
+        nn.Flatten(),
+        nn.Linear(32 * 4 * 4, 32),
+        nn.ReLU(),
+        nn.Linear(32, 10),
+    )
+
+
+class ResidualBlock(nn.Module):
+    """Two 3x3 convolutions with GroupNorm, and a 1x1 shortcut where the shape changes."""
+
+    def __init__(self, d: int, p: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(d, p, 3, stride, padding=1, bias=False)
+        self.norm1 = nn.GroupNorm(8, p)
+        self.conv2 = nn.Conv2d(p, p, 3, padding=1, bias=False)
+        self.norm2 = nn.GroupNorm(8, p)
+        self.shortcut: nn.Module = nn.Identity()
+        if d != p or stride != 1:
+            self.shortcut = nn.Sequential(nn.Conv2d(d, p, 1, stride, bias=False), nn.GroupNorm(8, p))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.relu(self.norm1(self.conv1(x)))
+        h = self.norm2(self.conv2(h))
+        return F.relu(h + self.shortcut(x))
+
+
+def resnet(widths: list[int], depth: int = 2) -> nn.Module:
+    """ResNet-18's plan for 32x32 images: a stage per width, ``depth`` blocks each."""
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, widths[0], 3, padding=1, bias=False),
+        nn.GroupNorm(8, widths[0]),
+        nn.ReLU(),
+    ]
+    d = widths[0]
+    for stage, p in enumerate(widths):
+        for block in range(depth):
+            layers.append(ResidualBlock(d, p, stride=2 if stage and not block else 1))
+            d = p
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(d, 10))
+
+
+def depthwise_cnn(width: int, depth: int) -> nn.Module:
+    """Depthwise 3x3 and pointwise convolutions with GroupNorm, as in MobileNet."""
+    layers: list[nn.Module] = [nn.Conv2d(3, width, 3, stride=2, padding=1), nn.ReLU()]
+    for _ in range(depth):
+        layers += [
+            nn.Conv2d(width, width, 3, padding=1, groups=width, bias=False),
+            nn.GroupNorm(8, width),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 1, bias=False),
+            nn.GroupNorm(8, width),
+            nn.ReLU(),
+        ]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10))
+
+
+class GPTBlock(nn.Module):
+    """Causal self-attention and an MLP, each after a LayerNorm."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, d = x.shape
+        q, k, v = (
+            part.view(B, T, self.heads, -1).transpose(1, 2) for part in self.qkv(self.norm1(x)).split(d, dim=2)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(B, T, d))
+        return x + self.mlp(self.norm2(x))
+
+
+class GPT(nn.Module):
+    """A decoder with learned positions and a head of its own."""
+
+    def __init__(self, width: int, layers: int, heads: int, vocabulary: int, length: int) -> None:
+        super().__init__()
+        self.token = nn.Embedding(vocabulary, width)
+        self.position = nn.Embedding(length, width)
+        self.blocks = nn.Sequential(*[GPTBlock(width, heads) for _ in range(layers)])
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.token(ids) + self.position(torch.arange(ids.shape[1]))
+        return self.head(self.norm(self.blocks(x)))
+
+
+class LSTMClassifier(nn.Module):
+    """Embedding, one LSTM layer, and a linear layer on its last output."""
+
+    def __init__(self, vocabulary: int, width: int, classes: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.lstm = nn.LSTM(width, width, batch_first=True)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.lstm(self.embedding(ids))[0][:, -1])

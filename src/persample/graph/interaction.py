@@ -1,0 +1,88 @@
+"""Do samples meet? What the graph can tell.
+
+A batched region computed from weights alone is shared, not an interaction. One that computes with data is: a sample's
+loss then depends on values that were computed from other samples' inputs. What a graph cannot show is interaction
+through detached values, or through gates that are zero today.
+"""
+
+from __future__ import annotations
+
+from torch.autograd.graph import Node
+
+from . import saved
+from .assign import Map
+from .flows.fibres import BATCH_NORMS, normalises_batch
+from .layout import Layout, sample_dims
+from .site import WEIGHT_VIEWS, Flow
+from .tape import Tape, is_leaf
+
+_BATCH_NORMS = frozenset(BATCH_NORMS.split())
+
+
+def interactions(tape: Tape, map: Map) -> list[str]:
+    """The ops in which samples are seen to meet, nearest to the losses first."""
+    found = dict.fromkeys(_batch_statistics(tape, map))
+    suspects = [node for node in tape.order if node in map.batched and not is_leaf(node)]
+    if suspects:
+        sources, partly = _sources(tape, map), _partly_separable(map)
+        for node in suspects:
+            if _computes_with_samples(tape, map, node, node in partly):
+                found.update(dict.fromkeys(sources[node]))
+    return list(found)
+
+
+def _batch_statistics(tape: Tape, map: Map) -> list[str]:
+    """Batch norms that average over samples: seen even where nothing trainable lies below."""
+    found = []
+    for node in tape.order:
+        site = map.sites[node]
+        if site.name in _BATCH_NORMS and normalises_batch(site) and node not in map.batched:
+            layout = map.cotangents.get((node, 0))
+            if layout is not None and not isinstance(layout, Flow) and 1 not in sample_dims(layout, site.shapes[0]):
+                found.append(f"{site.name} in training mode")
+    return found
+
+
+def _sources(tape: Tape, map: Map) -> dict[Node, list[str]]:
+    """For every batched node, the separable ops from which the flow became inseparable."""
+    found: dict[Node, list[str]] = {}
+    for node in tape.order:
+        site = map.sites[node]
+        names = found.get(node, []) if node in map.batched else [site.name]
+        for _, (below, _) in site.targets():
+            if below in map.batched:
+                listed = found.setdefault(below, [])
+                listed += [name for name in names if name not in listed]
+    return found
+
+
+def _partly_separable(map: Map) -> set[Node]:
+    """Batched nodes that got a contribution of which every element belongs to one sample."""
+    return {
+        slot[0]
+        for (node, k), fate in map.flows.items()
+        if isinstance(fate, Layout) and (slot := map.sites[node].edges[k]) is not None and slot[0] in map.batched
+    }
+
+
+def _computes_with_samples(tape: Tape, map: Map, node: Node, partly: bool) -> bool:
+    """Is this node's input data of the batch, rather than weights?"""
+    if partly and _uses_data(tape, node):
+        return True
+    if map.sites[node].name in WEIGHT_VIEWS or saved.in_checkpoint(node):
+        return False
+    return any(map.batch in t.shape for t in saved.constants(node))
+
+
+def _uses_data(tape: Tape, node: Node) -> bool:
+    """Does anything from here down compute with tensors that carry no gradient?"""
+    stack, seen = [node], {node}
+    while stack:
+        here = stack.pop()
+        if not is_leaf(here) and any(below is None for below, _ in here.next_functions):
+            return True
+        for slot in tape.edges[here]:
+            if slot is not None and slot[0] not in seen:
+                seen.add(slot[0])
+                stack.append(slot[0])
+    return False
