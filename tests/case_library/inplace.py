@@ -78,7 +78,7 @@ def slices_assigned(B: int) -> Program:
     return net, losses
 
 
-@case()
+@case(batches=(4, 1))
 def samples_assigned_one_by_one(B: int) -> Program:
     net, x = nn.Linear(4, 3), torch.randn(B, 4)
 
@@ -87,7 +87,7 @@ def samples_assigned_one_by_one(B: int) -> Program:
         out = torch.zeros(B, 3)
         for i in range(B):
             out[i] = h[B - 1 - i] * (i + 1)
-        return score(out) + 0 * score(h)
+        return score(out)
 
     return net, losses
 

@@ -136,6 +136,12 @@ def fused_frozen_recurrence(B: int) -> Program:
     return net, lambda: score(net(x)[0])
 
 
+@case(dtype=torch.float32, rtol=1e-4, batches=(0, 4))
+def fused_unless_empty(B: int) -> Program:
+    net, x = nn.LSTM(3, 4, 2, batch_first=True), torch.randn(B, 5, 3)
+    return net, lambda: score(net(x)[0])
+
+
 @case(dtype=torch.float32, rtol=1e-4, batches=(4, 1))
 def fused_dropout_between_layers(B: int) -> Program:
     net, x = nn.LSTM(3, 4, 2, batch_first=True, dropout=0.4), torch.randn(B, 5, 3)

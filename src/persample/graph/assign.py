@@ -10,6 +10,7 @@ from torch.autograd.graph import Node
 
 from .flows import FLOWS
 from .flows.shapes import SECTIONS
+from .flows.products import LETTERS
 from .flows.registry import whole
 from .invoke import is_compiled, is_python
 from .layout import Block, Layout, join
@@ -56,6 +57,7 @@ class _Assignment:
         self.map = Map(len(losses))
         self.map.cotangents[tape.root] = Block(len(losses), 1)
         self.forced: dict[Slot, Fate] | None = None  # what a real backward showed below custom nodes
+        self.settled: dict[Slot, Fate] = {}  # cotangents of which a real backward showed the whole sum
 
     def run(self) -> Map:
         cotangents, batched = self.map.cotangents, self.map.batched
@@ -72,22 +74,39 @@ class _Assignment:
 
     def _flow(self, site: Site, layouts: Sequence[Layout | None]) -> None:
         """Send the layouts of a separable node on to its outputs."""
-        asked: list[Fate] | None = None
+        asked: list[Fate] = []
         for k, slot in site.targets():
             fate: Fate = None if site.name in SECTIONS else whole(layouts, len(self.tape.shape(slot)))
             if fate is None:
                 fate = self._by_rule(site, k, layouts)
             if fate is Flow.PROBE:
-                self.map.probed.add(site.node)
-                if site.is_weight(k):
-                    fate = Flow.SHARED
-                elif is_python(site.node) and not is_compiled(site.node):
-                    fate = self._by_backward()[slot]
-                else:
-                    asked = asked or probe_node(site, layouts, self.map.batch)
-                    fate = asked[k]
+                fate = self._by_data(site, k, slot, layouts, asked)
             self.map.flows[site.node, k] = fate
             self._merge(slot, fate)
+
+    def _by_data(
+        self, site: Site, k: int, slot: Slot, layouts: Sequence[Layout | None], asked: list[Fate]
+    ) -> Fate:
+        """Sizes and dims did not decide: is it a weight, and if not, what do this call's numbers say?"""
+        if site.is_weight(k):
+            return Flow.SHARED
+        self.map.probed.add(site.node)
+        if is_python(site.node) and not is_compiled(site.node):
+            return self._by_backward()[slot]
+        if not asked:
+            asked += probe_node(site, layouts, self.map.batch)
+        if asked[k] is Flow.MIXED:
+            return Flow.SHARED if site.name in LETTERS else self._look_again(slot)
+        return asked[k]
+
+    def _look_again(self, slot: Slot) -> Fate:
+        """Random cotangents show that samples could meet here; do those of this call, or are they kept apart by zeros?"""
+        if self.tape.reaches(slot[0], is_compiled):
+            return Flow.MIXED
+        fate = self.settled[slot] = probe_slots(self.tape, self.losses, [slot])[slot]
+        if fate is not None:
+            self.map.cotangents[slot] = fate  # type: ignore[assignment]
+        return fate
 
     def _by_rule(self, site: Site, k: int, layouts: Sequence[Layout | None]) -> Fate:
         rule = FLOWS.get(site.name)
@@ -110,7 +129,7 @@ class _Assignment:
 
     def _merge(self, slot: Slot, fate: Fate) -> None:
         """Add one more contribution to a cotangent."""
-        if fate is None:
+        if fate is None or slot in self.settled:
             return
         before = self.map.cotangents.get(slot)
         if before is None:

@@ -12,8 +12,9 @@ from torch.autograd.graph import Node
 from . import saved
 from .assign import Map
 from .flows.fibres import BATCH_NORMS, normalises_batch
-from .layout import Layout, sample_dims
-from .site import WEIGHT_VIEWS, Flow
+from .flows.products import LETTERS
+from .layout import Labels, Layout, sample_dims
+from .site import COMPUTES, Flow
 from .tape import Tape, is_leaf
 
 _BATCH_NORMS = frozenset(BATCH_NORMS.split())
@@ -21,12 +22,13 @@ _BATCH_NORMS = frozenset(BATCH_NORMS.split())
 
 def interactions(tape: Tape, map: Map) -> list[str]:
     """The ops in which samples are seen to meet, nearest to the losses first."""
-    found = dict.fromkeys(_batch_statistics(tape, map))
+    found = dict.fromkeys(_batch_statistics(tape, map) + _crossed_rows(tape, map))
     suspects = [node for node in tape.order if node in map.batched and not is_leaf(node)]
     if suspects:
         sources, partly = _sources(tape, map), _partly_separable(map)
         for node in suspects:
-            if _computes_with_samples(tape, map, node, node in partly):
+            mixed = node in partly or any(map.cotangents.get((node, nr)) is Flow.MIXED for nr in range(len(tape.shapes(node))))
+            if (mixed and tape.reaches(node, tape.fed.__contains__)) or _holds_batch_data(map, node):
                 found.update(dict.fromkeys(sources[node]))
     return list(found)
 
@@ -56,33 +58,32 @@ def _sources(tape: Tape, map: Map) -> dict[Node, list[str]]:
     return found
 
 
+def _crossed_rows(tape: Tape, map: Map) -> list[str]:
+    """Products in which one row of an operand serves several samples (a sort along the batch, feature by feature)."""
+    found = []
+    for node in tape.order:
+        site, layout = map.sites[node], map.cotangents.get((node, 0))
+        if site.name in LETTERS and isinstance(layout, Labels):
+            letters = {LETTERS[site.name][0][d] for d in sample_dims(layout, site.shapes[0])}
+            if letters >= {"i", "j"}:
+                found.append(site.name)
+    return found
+
+
 def _partly_separable(map: Map) -> set[Node]:
-    """Batched nodes that got a contribution of which every element belongs to one sample."""
+    """Batched nodes that got a contribution of which every element belongs to one of several samples."""
     return {
         slot[0]
         for (node, k), fate in map.flows.items()
-        if isinstance(fate, Layout) and (slot := map.sites[node].edges[k]) is not None and slot[0] in map.batched
+        if isinstance(fate, Layout)
+        and (slot := map.sites[node].edges[k]) is not None
+        and slot[0] in map.batched
+        and sample_dims(fate, map.sites[node].target(k))
     }
 
 
-def _computes_with_samples(tape: Tape, map: Map, node: Node, partly: bool) -> bool:
-    """Is this node's input data of the batch, rather than weights?"""
-    if partly and _uses_data(tape, node):
-        return True
-    if map.sites[node].name in WEIGHT_VIEWS or saved.in_checkpoint(node):
+def _holds_batch_data(map: Map, node: Node) -> bool:
+    """Does a batched node compute with a constant of B rows? It cannot be told from data of the batch."""
+    if map.sites[node].name not in COMPUTES or saved.in_checkpoint(node):
         return False
-    return any(map.batch in t.shape for t in saved.constants(node))
-
-
-def _uses_data(tape: Tape, node: Node) -> bool:
-    """Does anything from here down compute with tensors that carry no gradient?"""
-    stack, seen = [node], {node}
-    while stack:
-        here = stack.pop()
-        if not is_leaf(here) and any(below is None for below, _ in here.next_functions):
-            return True
-        for slot in tape.edges[here]:
-            if slot is not None and slot[0] not in seen:
-                seen.add(slot[0])
-                stack.append(slot[0])
-    return False
+    return any(t.ndim > 1 and len(t) == map.batch and t.is_floating_point() for t in saved.constants(node))

@@ -54,14 +54,19 @@ def tensor(node: Node, name: str) -> Tensor | None:
     return None if found is None else found.detach()
 
 
+# Saved under these names are a forward op's operands; under others, its results and options.
+_OPERANDS = tuple(
+    "self other input mat1 mat2 batch1 batch2 mat vec i1 i3 query key value tensor1 tensor2 x1 x2 src source".split()
+)
+
+
 def constants(node: Node) -> list[Tensor]:
     """Saved operands that carry no gradient: data, as opposed to weights and what was computed from them."""
     if isinstance(node, torch.autograd.function.BackwardCFunction):
-        return [t for t in node.saved_tensors if isinstance(t, Tensor) and not t.requires_grad]
-    names = [n for n in dir(node) if n.startswith("_saved_") and not n.startswith("_saved_result")]
-    found = [getattr(node, n) for n in names]
-    flat = [t for v in found for t in (v if isinstance(v, (tuple, list)) else (v,))]
-    return [t for t in flat if isinstance(t, Tensor) and not t.requires_grad]
+        found = list(node.saved_tensors)
+    else:
+        found = [getattr(node, f"_saved_{name}", None) for name in _OPERANDS]
+    return [t for t in found if isinstance(t, Tensor) and not t.requires_grad]
 
 
 def _holders(node: Node) -> dict[str, Any]:

@@ -95,14 +95,21 @@ class Site:
         return tuple(saved.signed(int(d)) % ndim for d in listed) or tuple(range(ndim))
 
     def is_weight(self, k: int) -> bool:
-        """Does output k lead to one parameter, through views and casts alone?"""
+        """Does output k lead to parameters through computations with weights and numbers alone?"""
         slot = self.edges[k]
-        while slot is not None and not is_leaf(slot[0]):
-            below = self._tape.edges[slot[0]]
-            slot = below[0] if len(below) == 1 and op_name(slot[0]) in WEIGHT_VIEWS else None
-        return slot is not None
+        assert slot is not None
+        return not self._tape.reaches(slot[0], self._computes_with_data)
+
+    def _computes_with_data(self, node: Node) -> bool:
+        name = op_name(node)
+        return name in READS or (node in self._tape.fed and name in COMPUTES)
 
 
-WEIGHT_VIEWS = frozenset(
-    "T Transpose Permute View UnsafeView ReshapeAlias Unsqueeze Squeeze ToCopy Clone Alias".split()
+WEIGHT_VIEWS = frozenset("T Transpose Permute View UnsafeView ReshapeAlias Unsqueeze Squeeze ToCopy Clone Alias".split())
+
+# Ops that always have data beside their differentiable operand, and ops that do when one operand carries no gradient.
+READS = frozenset("Expand Embedding EmbeddingBag Index UnsafeIndex IndexSelect Gather Take MaskedSelect CopySlices".split())
+COMPUTES = frozenset(
+    "Mm Addmm Bmm Baddbmm Addbmm Mv Addmv Dot Trilinear Convolution MkldnnRnnLayer NativeLayerNorm NativeGroupNorm"
+    " NativeBatchNorm FusedRmsNorm ScaledDotProductFlashAttentionForCpu CdistForward EuclideanDist".split()
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -23,6 +23,7 @@ class Tape:
     edges: dict[Node, tuple[Slot | None, ...]]  # per backward output; None where nothing requested lies beyond
     leaves: dict[Node, Tensor]  # AccumulateGrad nodes of requested parameters
     others: list[Node] = field(default_factory=list)  # AccumulateGrad nodes that nobody asked for
+    fed: set[Node] = field(default_factory=set)  # nodes with an operand that carries no gradient: data, or a number
     _shapes: dict[Node, tuple[Shape, ...]] = field(default_factory=dict)
 
     def shapes(self, node: Node) -> tuple[Shape, ...]:
@@ -35,6 +36,20 @@ class Tape:
     def shape(self, slot: Slot) -> Shape:
         """The shape of one cotangent."""
         return self.shapes(slot[0])[slot[1]]
+
+
+    def reaches(self, node: Node, test: Callable[[Node], bool]) -> bool:
+        """Does ``test`` hold for this node or for one below it?"""
+        stack, seen = [node], {node}
+        while stack:
+            here = stack.pop()
+            if test(here):
+                return True
+            for slot in self.edges[here]:
+                if slot is not None and slot[0] not in seen:
+                    seen.add(slot[0])
+                    stack.append(slot[0])
+        return False
 
 
 def op_name(node: Node) -> str:
@@ -64,6 +79,7 @@ def walk(losses: Tensor, params: Iterable[Tensor]) -> Tape:
     others: list[Node] = []
     after: list[Node] = []  # children before parents
     children: dict[Node, tuple[tuple[Node | None, int], ...]] = {}
+    fed: set[Node] = set()
     stack: list[tuple[Node, bool]] = [(root, False)]
     while stack:
         node, expanded = stack.pop()
@@ -90,10 +106,14 @@ def walk(losses: Tensor, params: Iterable[Tensor]) -> Tape:
                 others.append(node)
             continue
         stack.append((node, True))
-        stack.extend((c, False) for c, _ in below if c is not None and c not in children)
+        for child, _ in below:
+            if child is None:
+                fed.add(node)
+            elif child not in children:
+                stack.append((child, False))
     edges = {
         node: tuple((c, nr) if c is not None and needed[c] else None for c, nr in children[node])
         for node in after
     }
     after.reverse()
-    return Tape((root, losses.output_nr), after, edges, leaves, others)
+    return Tape((root, losses.output_nr), after, edges, leaves, others, fed)

@@ -17,7 +17,7 @@ def scatter_labels(
 ) -> Fate:
     """The samples of a table that was read at ``indices``: dims ``block`` of the result came from dims ``first``…
 
-    Each place of the table gets the sample of whoever read it; two readers of different samples make it shared.
+    Each place of the table gets the sample of whoever read it; two readers of different samples meet there.
     """
     if any(d not in block for d in sample_dims(layout, shape)):
         return Flow.PROBE
@@ -29,7 +29,7 @@ def scatter_labels(
     table[where] = read
     live = read != NOBODY
     if bool((table[where] != read)[live].any()):
-        return Flow.SHARED
+        return Flow.MIXED
     index = table.reshape([1] * first + list(sizes) + [1] * (len(target) - first - len(indices)))
     return simplify(index, target, layout.batch)
 

@@ -18,6 +18,10 @@ Mish MseLoss Mul NanToNum NativeDropout Neg NegView Polar Polygamma Pow PreluKer
 Remainder Round RreluWithNoise Rsqrt Rsub Sgn Sigmoid Sign Silu Sin Sinc Sinh SmoothL1Loss SoftMarginLoss Softplus
 Softshrink SpecialEntr SpecialErfcx SpecialI0E SpecialI1 SpecialI1E SpecialLogNdtr SpecialNdtri SpecialXlog1Py
 SpecialZeta Sqrt StandardGamma Sub Tan Tanh Threshold ToCopy Tril Triu Trunc Where Xlogy Zero
+
+EluBackward GeluBackward HardshrinkBackward HardswishBackward HardtanhBackward LeakyReluBackward LogSigmoidBackward
+MseLossBackward NativeDropoutBackward PreluKernelBackward SigmoidBackward SmoothL1LossBackward SoftplusBackward
+SoftshrinkBackward TanhBackward ThresholdBackward SiluBackward MishBackward BinaryCrossEntropyBackward HuberLossBackward
 """
 
 

@@ -1,0 +1,63 @@
+"""What is compared: everything that can be done with the losses of a forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import persample as ps
+from persample.graph.capture import capture, plan
+from torch import Tensor
+
+from .workloads import Task
+
+After = Callable[[Tensor], object]  # what follows the forward pass
+
+
+@dataclass(frozen=True)
+class Method:
+    """A contender."""
+
+    name: str
+    title: str
+    prepare: Callable[[Task], After]
+    with_forward: bool = True  # is the forward pass part of its time?
+
+
+def _plain(task: Task) -> After:
+    def after(losses: Tensor) -> None:
+        losses.sum().backward()
+        task.model.zero_grad(set_to_none=True)
+
+    return after
+
+
+def _walk(task: Task) -> After:
+    params = list(task.params().values())
+    return lambda losses: plan(losses, params)
+
+
+def _capture(task: Task) -> After:
+    params = task.params()
+    return lambda losses: capture(losses, params, retain_graph=False)
+
+
+def _grad(task: Task) -> After:
+    return lambda losses: ps.grad(losses, task.model)
+
+
+def _grad_out(task: Task) -> After:
+    buffers = ps.grad(task.losses(), task.model)
+    return lambda losses: ps.grad(losses, task.model, out=buffers)
+
+
+METHODS = {
+    m.name: m
+    for m in [
+        Method("plain", "forward and losses.sum().backward()", _plain),
+        Method("walk", "walk and layouts, without forward", _walk, with_forward=False),
+        Method("capture", "forward and factors, nothing stacked", _capture),
+        Method("grad", "forward and ps.grad into new buffers", _grad),
+        Method("grad_out", "forward and ps.grad(out=)", _grad_out),
+    ]
+}
