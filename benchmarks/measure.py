@@ -11,14 +11,23 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-import persample as ps
 import torch
+
+import persample as ps
 from persample.graph.capture import plan
 
 from .methods import METHODS, After, Method
 from .workloads import Task, Workload
 
-WARM_UP, FEWEST = 2, 3  # rounds before timing starts, and rounds that are run whatever the budget
+
+@dataclass(frozen=True)
+class Effort:
+    """How long a workload is timed: for ``rounds``, or ``budget`` seconds and ``fewest`` rounds."""
+
+    rounds: int
+    budget: float
+    fewest: int = 3
+    warm_up: int = 2  # rounds that do not count
 
 
 @dataclass(frozen=True)
@@ -63,15 +72,15 @@ class Timing:
         }
 
 
-def measure(workload: Workload, *, rounds: int, budget: float) -> Timing:
-    """Time every method on a workload, for ``rounds`` rounds or about ``budget`` seconds, whichever ends first."""
+def measure(workload: Workload, effort: Effort) -> Timing:
+    """Time every method on a workload."""
     task = workload.build()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ps.PerformanceWarning)
         check(task)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ps.PerformanceWarning)  # reported once, above
-        seconds = _take_turns(task, rounds, budget)
+        seconds = _take_turns(task, effort)
     found = plan(task.losses(), list(task.params().values()))
     return Timing(
         workload,
@@ -83,17 +92,17 @@ def measure(workload: Workload, *, rounds: int, budget: float) -> Timing:
     )
 
 
-def _take_turns(task: Task, rounds: int, budget: float) -> dict[str, list[float]]:
+def _take_turns(task: Task, effort: Effort) -> dict[str, list[float]]:
+    start = time.perf_counter()
     contenders = [(method, method.prepare(task)) for method in METHODS.values()]
     seconds: dict[str, list[float]] = {method.name: [] for method, _ in contenders}
-    for _ in range(WARM_UP):
+    for _ in range(effort.warm_up):
         for method, after in contenders:
             _time(task, method, after)
     gc.collect()
     shuffle = random.Random(0).shuffle  # nobody always runs after the one that leaves the caches cold
-    start = time.perf_counter()
-    for done in range(rounds):
-        if done >= FEWEST and time.perf_counter() - start > budget:
+    for done in range(effort.rounds):
+        if done >= effort.fewest and time.perf_counter() - start > effort.budget:
             break
         shuffle(contenders)
         for method, after in contenders:
@@ -121,4 +130,6 @@ def check(task: Task) -> None:
     for (name, rows), want in zip(found.items(), wanted, strict=True):
         error = float((rows.sum(0) - want).norm() / want.norm().clamp(min=1e-6))
         if not error < 1e-3:
-            raise ArithmeticError(f"per-sample gradients of {name!r} do not add up: relative error {error:.1e}")
+            raise ArithmeticError(
+                f"per-sample gradients of {name!r} do not add up: relative error {error:.1e}"
+            )

@@ -13,6 +13,7 @@ import resource
 import subprocess
 import sys
 import warnings
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,11 +27,11 @@ ROOT = Path(__file__).resolve().parent.parent
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
-def peaks(workload: str, threads: int) -> dict[str, int]:
-    """The peak of every measured method in bytes, two processes at a time."""
+def peaks(workload: str, threads: int, methods: Sequence[str] = MEASURED) -> dict[str, int]:
+    """The peak of every method in bytes, two processes at a time."""
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda method: _in_process(workload, method, threads), MEASURED))
-    return dict(zip(MEASURED, found, strict=True))
+        found = list(pool.map(lambda method: _in_process(workload, method, threads), methods))
+    return dict(zip(methods, found, strict=True))
 
 
 def _in_process(workload: str, method: str, threads: int) -> int:
@@ -68,7 +69,7 @@ def _return_freed_memory() -> None:
 
 
 def _forget_peak() -> None:
-    """Start the high-water mark anew, where the system can: else a peak inside the forward pass hides a lower one."""
+    """Start the high-water mark anew where possible; else a peak in the forward pass hides lower ones."""
     if CLEAR_REFS.exists():
         CLEAR_REFS.write_text("5")
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from torch import Tensor
+
 import persample as ps
 from persample.graph.capture import capture, plan
-from torch import Tensor
 
 from .workloads import Task
 

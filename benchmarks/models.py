@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -9,10 +11,10 @@ from torch.nn import functional as F
 
 def mlp(widths: list[int]) -> nn.Module:
     """Linear layers with ReLU between them."""
-    layers: list[nn.Module] = [nn.Linear(widths[0], widths[1])]
-    for d, p in zip(widths[1:-1], widths[2:], strict=True):
-        layers += [nn.ReLU(), nn.Linear(d, p)]
-    return nn.Sequential(*layers)
+    layers: list[nn.Module] = []
+    for d, p in pairwise(widths):
+        layers += [nn.Linear(d, p), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
 
 
 def mnist_cnn() -> nn.Module:
@@ -95,7 +97,8 @@ class GPTBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         B, T, d = x.shape
         q, k, v = (
-            part.view(B, T, self.heads, -1).transpose(1, 2) for part in self.qkv(self.norm1(x)).split(d, dim=2)
+            part.view(B, T, self.heads, -1).transpose(1, 2)
+            for part in self.qkv(self.norm1(x)).split(d, dim=2)
         )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(B, T, d))

@@ -6,19 +6,19 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from . import environment, memory
-from .measure import measure
+from .measure import Effort, measure
 from .methods import METHODS
 from .workloads import DEFAULT, WORKLOADS
 
-# Seconds of timing per workload, and the methods' peak memory, which takes a process each.
-FULL: dict[str, Any] = {"rounds": 60, "budget": 12.0, "memory": True}
-QUICK: dict[str, Any] = {"rounds": 5, "budget": 1.0, "memory": False}
+FULL = Effort(rounds=100, budget=12.0)
+QUICK = Effort(rounds=5, budget=1.5, fewest=2, warm_up=1)
 
 COLUMNS = (
     ("workload", 10),
@@ -35,23 +35,22 @@ COLUMNS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print a row as soon as it is known, and write the JSON at the end."""
     args = _arguments(argv)
-    settings = dict(QUICK if args.quick else FULL)
+    effort = QUICK if args.quick else FULL
     if args.rounds is not None:
-        settings["rounds"] = args.rounds
-    if args.no_memory:
-        settings["memory"] = False
+        effort = replace(effort, rounds=args.rounds)
+    with_memory = not (args.quick or args.no_memory)
     torch.set_num_threads(args.threads)
     where = environment.describe()
     print(_heading(where), flush=True)
     results = []
     for name in args.workloads:
-        result = measure(WORKLOADS[name], rounds=settings["rounds"], budget=settings["budget"]).as_json()
-        result["extra_bytes"] = memory.peaks(name, args.threads) if settings["memory"] else None
+        result = measure(WORKLOADS[name], effort).as_json()
+        result["extra_bytes"] = memory.peaks(name, args.threads) if with_memory else None
         results.append(result)
         print(_row(result), flush=True)
     print(_notes(results))
     if args.json is not None:
-        report = {"environment": where, "settings": settings, "methods": _titles(), "results": results}
+        report = {"environment": where, "effort": asdict(effort), "methods": _titles(), "results": results}
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0
 
@@ -59,9 +58,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=DEFAULT, metavar="NAME")
-    parser.add_argument("--rounds", type=_positive, help=f"timed rounds per workload, at most (default {FULL['rounds']})")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write all figures and the environment here")
-    parser.add_argument("--quick", action="store_true", help="few rounds and no memory: less than half a minute")
+    parser.add_argument(
+        "--rounds", type=_positive, help=f"timed rounds per workload, at most (default {FULL.rounds})"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="PATH", help="write all figures and the environment here"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="few rounds and no memory: less than half a minute"
+    )
     parser.add_argument("--no-memory", action="store_true", help="leave out peak memory")
     parser.add_argument("--threads", type=_positive, default=2)
     parser.epilog = "workloads: " + ", ".join(WORKLOADS)
@@ -80,10 +85,18 @@ def _titles() -> dict[str, str]:
 
 
 def _heading(where: dict[str, Any]) -> str:
-    machine = f"torch {where['torch']}, {where['threads']} threads, {where['cpu']}, load {where['load'] or '?'}"
-    commit = (where["commit"] or "no commit")[:12] + (" with changes in src" if where["source_changed"] else "")
+    machine = (
+        f"torch {where['torch']}, {where['threads']} threads on {where['cores']} cores of {where['cpu']}"
+    )
+    if where["load"] and where["load"][0] > 0.5:
+        machine += f"\nother programs are running (load {where['load'][0]:.1f}): expect noise"
+    commit = (where["commit"] or "no commit")[:12] + (
+        " with changes in src" if where["source_changed"] else ""
+    )
     meaning = "ratios to a plain step (forward + backward), median over rounds and (best against best)"
-    return "\n".join(["", f"{where['date']}  {commit}", machine, meaning, "", _line([name for name, _ in COLUMNS])])
+    return "\n".join(
+        ["", f"{where['date']}  {commit}", machine, meaning, "", _line([name for name, _ in COLUMNS])]
+    )
 
 
 def _row(result: dict[str, Any]) -> str:
@@ -115,8 +128,9 @@ def _notes(results: Sequence[dict[str, Any]]) -> str:
     """What a row cannot hold: the workloads in full, and where a slow path was taken."""
     lines = [""]
     for r in results:
-        facts = f"{r['parameters'] / 1e6:.2f}M parameters, {r['graph_nodes']} graph nodes, {r['probed_nodes']} probed"
-        lines.append(f"{r['workload']:<10}  {r['title']}: {facts}, {r['rounds']} rounds")
+        graph = f"{r['graph_nodes']} graph nodes, {r['probed_nodes']} probed"
+        size = f"{r['parameters'] / 1e6:.2f}M parameters"
+        lines.append(f"{r['workload']:<10}  {r['title']}: {size}, {graph}, {r['rounds']} rounds")
         lines += [f"{'':<10}  slow path: {text}" for text in r["warnings"]]
     return "\n".join(lines)
 

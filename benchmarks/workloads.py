@@ -73,13 +73,25 @@ def _labelled_text(vocabulary: int, length: int, batch: int) -> tuple[Tensor, ..
 
 
 def _images_row(
-    name: str, title: str, batch: int, shape: tuple[int, ...], model: Callable[[], nn.Module], group: str = "main"
+    name: str,
+    title: str,
+    batch: int,
+    shape: tuple[int, ...],
+    model: Callable[[], nn.Module],
+    group: str = "main",
 ) -> Workload:
     return Workload(name, title, batch, model, partial(_images, shape), classification, group)
 
 
 def _gpt_row(
-    name: str, batch: int, width: int, layers: int, heads: int, vocabulary: int, length: int, group: str = "main"
+    name: str,
+    batch: int,
+    width: int,
+    layers: int,
+    heads: int,
+    vocabulary: int,
+    length: int,
+    group: str = "main",
 ) -> Workload:
     title = f"GPT, width {width}, {layers} layers, vocabulary {vocabulary}, T={length}"
     model = partial(models.GPT, width, layers, heads, vocabulary, length)
@@ -114,9 +126,7 @@ TABLE = [
         partial(_labelled_text, 1000, 64),
         classification,
     ),
-    _gpt_row(
-        "gpt-thin", batch=4, width=64, layers=12, heads=4, vocabulary=1000, length=64, group="overhead"
-    ),
+    _gpt_row("gpt-thin", batch=4, width=64, layers=12, heads=4, vocabulary=1000, length=64, group="overhead"),
     _images_row(
         "mlp-deep", "MLP, 50 layers of width 32", 32, (32,), partial(models.mlp, [32] * 50 + [10]), "overhead"
     ),

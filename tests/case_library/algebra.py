@@ -186,7 +186,7 @@ def diagonal_state_space(B: int) -> Program:
     return [log_a, freq, c], losses
 
 
-@case()
+@case(slow_path=True)
 def gaussian_with_learned_covariance(B: int) -> Program:
     mean, low, x = param(3), param(3, 3), torch.randn(B, 3)
 

@@ -90,8 +90,9 @@ def layer_of_batch_and_of_constant_rows(B: int) -> Program:
     return net, lambda: score(net(x) @ net(prototypes).t())
 
 
-@case(batches=(4, 3))
+@case(batches=(4, 3), interacts=True)
 def layer_of_batch_and_of_a_constant_as_long(B: int) -> Program:
+    """The graph is that of in-batch contrast: nothing in it says that the second B rows are constants."""
     net, x, prototypes = nn.Sequential(nn.Linear(4, 3), nn.Tanh()), torch.randn(B, 4), torch.randn(B, 4)
     return net, lambda: score(net(x) @ net(prototypes).t())
 

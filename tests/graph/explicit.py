@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 
 import torch
@@ -11,7 +12,7 @@ from persample.graph.layout import Block, Labels, Layout, Shape
 from torch import Tensor
 
 # The same examples in every run; what was found once is not remembered, but written down as an example.
-repeatable = settings(derandomize=True, deadline=None, database=None, print_blob=False, max_examples=200)
+repeatable = settings(derandomize=True, deadline=None, database=None, print_blob=False, max_examples=100)
 
 
 def explicit(layout: Layout, shape: Shape) -> Tensor:
@@ -24,6 +25,13 @@ def explicit(layout: Layout, shape: Shape) -> Tensor:
 def varying(label: Tensor) -> tuple[int, ...]:
     """The dims along which labels change."""
     return tuple(d for d, n in enumerate(label.shape) if n > 1 and bool((label != label.narrow(d, 0, 1)).any()))
+
+
+@st.composite
+def integers(draw: st.DrawFn, low: int, high: int, shape: Sequence[int]) -> Tensor:
+    """Integers below `high`, from one drawn seed."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
+    return torch.randint(low, high, tuple(shape), generator=generator)
 
 
 @st.composite
@@ -59,8 +67,7 @@ def explicit_labels(draw: st.DrawFn) -> tuple[Labels, Shape]:
     batch = draw(st.integers(2, 5))
     shape = tuple(draw(st.lists(st.integers(0, 5), max_size=4)))
     sizes = [n if draw(st.booleans()) else 1 for n in shape]
-    values = draw(st.lists(st.integers(-1, batch - 1), min_size=prod(sizes), max_size=prod(sizes)))
-    return Labels(batch, torch.tensor(values, dtype=torch.int64).reshape(sizes)), shape
+    return Labels(batch, draw(integers(-1, batch, sizes))), shape
 
 
 def layouts() -> st.SearchStrategy[tuple[Layout, Shape]]:

@@ -106,14 +106,14 @@ def _sum_labelled(t: Tensor, layout: Layout, reduced: Sequence[int], varying: Se
     part = t.sum(others, keepdim=True) if others else t
     staying = [d for d in varying if d not in reduced]
     rest = [d for d in range(len(shape)) if d not in varying]
-    rows = part.permute(*varying, *rest).reshape(prod(shape[d] for d in varying), -1)
+    rows = part.permute([*varying, *rest]).reshape(prod(shape[d] for d in varying), prod(part.shape[d] for d in rest))
     places = prod(shape[d] for d in staying)
     place = torch.zeros((), dtype=torch.int64)
     for d in staying:
         place = place * shape[d] + torch.arange(shape[d]).reshape([-1 if e == d else 1 for e in range(len(shape))])
     mark = labels(layout, shape)
     mark = torch.where(mark < 0, mark, mark * places + place)
-    index = mark.permute(*varying, *rest).reshape(-1)
+    index = mark.permute([*varying, *rest]).reshape(-1)
     summed = Lanes(layout.batch * places, 0, 0, index).sum(rows)
     sizes = [shape[d] for d in staying] + [part.shape[d] for d in rest]
     order = [0, *[(staying + rest).index(d) + 1 for d in range(len(shape)) if d in staying or d in rest]]

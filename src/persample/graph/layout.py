@@ -57,10 +57,10 @@ def strides(shape: Shape) -> Shape:
 
 @lru_cache(maxsize=65536)
 def _block_dims(shape: Shape, batch: int, inner: int) -> Shape:
-    steps = strides(shape)
-    return tuple(
-        d for d, n in enumerate(shape) if n > 1 and steps[d] < inner * batch and steps[d] * n > inner
-    )
+    # A step along dim d moves by steps[d] elements: nothing changes if that is a whole number of rounds through the
+    # batch, or if all n steps stay within one sample's run.
+    steps, turn = strides(shape), inner * batch
+    return tuple(d for d, n in enumerate(shape) if n > 1 and steps[d] % turn and inner % (steps[d] * n))
 
 
 def sample_dims(layout: Layout, shape: Shape) -> Shape:
@@ -162,7 +162,7 @@ def _expand_groups(index: Tensor, shape: Shape, to_shape: Shape) -> Tensor:
 
 def simplify(index: Tensor, shape: Shape, batch: int) -> Layout:
     """Labels as a Block where they are one, with dims along which they do not vary dropped to size 1."""
-    if index.numel() == 0:
+    if index.numel() == 0 or 0 in shape:
         return Labels(batch, index)
     for d, n in enumerate(index.shape):
         if n > 1 and bool((index == index.narrow(d, 0, 1)).all()):

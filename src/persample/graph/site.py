@@ -101,13 +101,38 @@ class Site:
         return not self._tape.reaches(slot[0], self._computes_with_data)
 
     def _computes_with_data(self, node: Node) -> bool:
-        name = op_name(node)
-        return name in READS or (node in self._tape.fed and name in COMPUTES)
+        """An operand without gradient is data, unless it may be a number or a mask that left a weight its shape."""
+        if op_name(node) in READS:
+            return True
+        if node not in self._tape.fed:
+            return False
+        shape = self._tape.shapes(node)[0]
+        return op_name(node) not in POINTWISE or any(
+            slot is not None and self._tape.shape(slot) != shape for slot in self._tape.edges[node]
+        )
 
 
 WEIGHT_VIEWS = frozenset("T Transpose Permute View UnsafeView ReshapeAlias Unsqueeze Squeeze ToCopy Clone Alias".split())
 
-# Ops that always have data beside their differentiable operand, and ops that do when one operand carries no gradient.
+# Elementwise ops: the result has the operands' shape, but for broadcasting.
+POINTWISE = frozenset(
+    """
+    Abs Acos Acosh Add Addcdiv Addcmul Alias Angle Asin Asinh Atan Atan2 Atanh Bernoulli BinaryCrossEntropy
+    BinaryCrossEntropyWithLogits Ceil Celu Clamp ClampMax ClampMin Clone Complex Conj ConjPhysical Copysign Copy
+    CopyBackwards Cos Cosh Deg2Rad Detach Digamma Div Elu Erf Erfc Erfinv Exp Exp2 Expand Expm1 Fill Floor Fmax Fmin
+    Fmod Frac FusedDropout Gelu Hardshrink Hardsigmoid Hardswish Hardtanh HuberLoss Hypot I0 Imag LeakyRelu Ldexp
+    Lerp Lgamma Lift LiftFresh Log Log10 Log1P Log2 Logaddexp Logaddexp2 LogSigmoid Logit MaskedFill Maximum Minimum
+    Mish MseLoss Mul NanToNum NativeDropout Neg NegView Polar Polygamma Pow PreluKernel Rad2Deg Real Reciprocal Relu
+    Remainder Round RreluWithNoise Rsqrt Rsub Sgn Sigmoid Sign Silu Sin Sinc Sinh SmoothL1Loss SoftMarginLoss Softplus
+    Softshrink SpecialEntr SpecialErfcx SpecialI0E SpecialI1 SpecialI1E SpecialLogNdtr SpecialNdtri SpecialXlog1Py
+    SpecialZeta Sqrt StandardGamma Sub Tan Tanh Threshold ToCopy Tril Triu Trunc Where Xlogy Zero
+    EluBackward GeluBackward HardshrinkBackward HardswishBackward HardtanhBackward LeakyReluBackward LogSigmoidBackward
+    MseLossBackward NativeDropoutBackward PreluKernelBackward SigmoidBackward SmoothL1LossBackward SoftplusBackward
+    SoftshrinkBackward TanhBackward ThresholdBackward SiluBackward MishBackward BinaryCrossEntropyBackward HuberLossBackward
+    """.split()
+)
+
+# Ops that always have data beside their differentiable operand, and those that layers are made of.
 READS = frozenset("Expand Embedding EmbeddingBag Index UnsafeIndex IndexSelect Gather Take MaskedSelect CopySlices".split())
 COMPUTES = frozenset(
     "Mm Addmm Bmm Baddbmm Addbmm Mv Addmv Dot Trilinear Convolution MkldnnRnnLayer NativeLayerNorm NativeGroupNorm"

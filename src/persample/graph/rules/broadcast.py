@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from ...factors import Dense, Factor
-from ..flows.pointwise import POINTWISE
 from ..invoke import call
 from ..lanes import sum_per_sample
 from ..layout import Layout, Shape, labels
 from ..probe import probe_node
-from ..site import Flow
+from ..site import POINTWISE, Flow
 from .registry import Use, rule
 
 
@@ -20,7 +19,7 @@ def dense(value: Tensor, layout: Layout, target: Shape) -> Factor:
     return Dense(sum_per_sample(value, layout, target))
 
 
-@rule(POINTWISE)
+@rule(" ".join(POINTWISE))
 def pointwise(use: Use) -> Factor | None:
     """An elementwise op's own backward, summed per sample where the engine would sum over all."""
     value = _operand_gradient(use)

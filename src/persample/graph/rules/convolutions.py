@@ -17,14 +17,20 @@ def convolution(use: Use) -> Factor | None:
     if use.k == 2:
         return Dense(lanes.sum(g.sum(tuple(range(2, g.ndim)))))
     geometry = Geometry(
-        stride=site.numbers("stride"),
-        padding=site.numbers("padding"),
-        dilation=site.numbers("dilation"),
+        stride=_per_dim(use, "stride"),
+        padding=_per_dim(use, "padding"),
+        dilation=_per_dim(use, "dilation"),
         transposed=bool(site.value("transposed")),
-        output_padding=site.numbers("output_padding"),
+        output_padding=_per_dim(use, "output_padding"),
         groups=site.number("groups"),
     )
     x = site.tensor("input")
     if use.k != 1 or x.dtype != g.dtype:
         return None
     return Convolution(lanes.group(x), lanes.group(g), use.target, geometry)
+
+
+def _per_dim(use: Use, name: str) -> tuple[int, ...]:
+    """One number per spatial dim; a single saved one (padding="valid" does that) stands for all."""
+    found = use.site.numbers(name)
+    return found * (use.g.ndim - 2) if len(found) == 1 else found
