@@ -211,7 +211,7 @@ def mask_as_long_as_the_batch_time_first(B: int, dense: bool) -> Program:
     return net, lambda: score((net(x) * mask[:, :, None]).sum(0).tanh())
 
 
-@case(batches=(4, 3))
+@case(batches=(4, 3), slow_path=True)
 def one_hot_mask_picks_own_score(B: int) -> Program:
     net, x, y, mask = (
         nn.ModuleList([nn.Linear(3, 4), nn.Linear(3, 4)]),

@@ -239,7 +239,7 @@ def spectral_norm_convolution(B: int) -> Program:
 
 @case()
 def orthogonal_weight(B: int) -> Program:
-    net, x = parametrizations.orthogonal(nn.Linear(4, 4)), torch.randn(B, 4)
+    net, x = parametrizations.orthogonal(nn.Linear(5, 5)), torch.randn(B, 5)
     return net, lambda: score(net(x))
 
 

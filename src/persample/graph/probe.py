@@ -49,7 +49,7 @@ def probe_node(
 
     def run(scale: Callable[[Tensor], Tensor]) -> _Outputs:
         scaled = [None if r is None or m is None else r * scale(m).to(r.dtype) for r, m in zip(random, marks, strict=True)]
-        return call(site.node, scaled, site.edges)
+        return [_plain(t) for t in call(site.node, scaled, site.edges)]
 
     targets = [None if slot is None else site.target(k) if summed else _OWN for k, slot in enumerate(site.edges)]
     return _ask(run, targets, batch, base=_base(metadata[0].dtype))
@@ -62,10 +62,16 @@ def probe_slots(tape: Tape, losses: Tensor, slots: Sequence[Slot]) -> dict[Slot,
 
     def run(scale: Callable[[Tensor], Tensor]) -> _Outputs:
         cotangent = scale(samples).to(losses.dtype)
-        return torch.autograd.grad(losses, edges, cotangent, retain_graph=True, allow_unused=True)
+        grads = torch.autograd.grad(losses, edges, cotangent, retain_graph=True, allow_unused=True)
+        return [_plain(t) for t in grads]
 
     fates = _ask(run, [tape.shape(s) for s in slots], len(losses), base=_base(losses.dtype))
     return dict(zip(slots, fates, strict=True))
+
+
+def _plain(t: Tensor | None) -> Tensor | None:
+    """Dense numbers as they are, whatever the tensor's own form."""
+    return None if t is None else (t.to_dense() if t.is_sparse else t).resolve_conj().resolve_neg()
 
 
 def _generator(device: torch.device) -> torch.Generator:
@@ -105,15 +111,14 @@ def _ask(
 
 
 def _digits(one: Tensor, scaled: Tensor, base: int) -> tuple[Tensor, bool]:
-    """log2(scaled / one) - 1 where it is a whole number, and whether it is so wherever anything is proved."""
+    """log2(scaled / one) - 1 where it is a whole number, and whether it is so for every number that is finite."""
     if one.is_complex():
-        one, scaled = torch.view_as_real(one), torch.view_as_real(scaled)
-        parts = [_digits(one[..., c], scaled[..., c], base) for c in range(2)]
-        use_first = one[..., 0] != 0
-        return torch.where(use_first, parts[0][0], parts[1][0]), parts[0][1] and parts[1][1]
-    known = torch.isfinite(one) & torch.isfinite(scaled) & (one != 0)
+        pairs = zip(torch.view_as_real(one).unbind(-1), torch.view_as_real(scaled).unbind(-1), strict=True)
+        (real, real_clean), (imag, imag_clean) = (_digits(o, s, base) for o, s in pairs)
+        return torch.where(one.real != 0, real, imag), real_clean and imag_clean
+    known = torch.isfinite(one) & (one != 0)
     mantissa, exponent = torch.frexp((scaled.double() / one.double()).where(known, 2.0))
-    whole = (mantissa == 0.5) & (exponent >= 2) & (exponent <= base + 1)
+    whole = (mantissa == 0.5) & (exponent >= 2) & (exponent <= base + 1)  # false where the scaled number overflowed
     return (exponent - 2).clamp(0, base - 1).to(torch.int64), bool(whole.all() & ~((one == 0) & (scaled != 0)).any())
 
 
@@ -143,10 +148,10 @@ def _summed(index: Tensor, shape: Shape, batch: int) -> Fate:
     return fit(top.reshape(shape), shape, batch)
 
 
-def fit(index: Tensor, shape: Shape, batch: int, poisoned: bool = False) -> Layout:
+def fit(index: Tensor, shape: Shape, batch: int, poisoned: bool = False) -> Layout | Flow:
     """The simplest layout that agrees with the labels known (those that are not -1).
 
-    An unknown element is zero and may stay nobody's; NaN must go to somebody, so a regular pattern comes first then.
+    An unknown element is zero and may stay nobody's; NaN must go to somebody, so only a regular pattern will do then.
     """
     regular = [lambda: _fit_block(index, shape, batch)]
     explicit = [
@@ -154,11 +159,11 @@ def fit(index: Tensor, shape: Shape, batch: int, poisoned: bool = False) -> Layo
         for width in (1, 2)
         for first in range(len(shape) - width + 1)
     ]
-    for attempt in [*regular, *explicit] if poisoned else [*explicit, *regular]:
+    for attempt in regular if poisoned else [*explicit, *regular]:
         found = attempt()
         if found is not None:
             return found
-    return Labels(batch, index)
+    return Flow.MIXED if poisoned else Labels(batch, index)
 
 
 def _fit_block(index: Tensor, shape: Shape, batch: int) -> Block | None:
