@@ -12,13 +12,14 @@ Elements that are zero or not finite prove nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge
 
 from .invoke import call
-from .layout import NOBODY, Block, Labels, Layout, Shape, labels, simplify, strides
+from .layout import NOBODY, Block, Labels, Layout, Shape, carry, labels, simplify, strides
 from .site import Fate, Flow, Site
 from .tape import Slot, Tape
 
@@ -34,25 +35,31 @@ def probe_node(
     ``summed=False`` asks about outputs as the node returns them, before the engine sums over broadcast dims.
     """
     metadata = site.node._input_metadata  # type: ignore[attr-defined]
-    random: list[Tensor | None] = []
-    marks: list[Tensor | None] = []
+    given: list[tuple[Tensor, Tensor] | None] = []
     for nr, layout in enumerate(layouts):
         if layout is None:
-            random.append(None)
-            marks.append(None)
+            given.append(None)
             continue
-        device, dtype = metadata[nr].device, metadata[nr].dtype
-        mark = labels(layout, site.shapes[nr], device)
-        noise = torch.randn(site.shapes[nr], generator=_generator(device), device=device, dtype=dtype)
-        random.append(noise.masked_fill(mark == NOBODY, 0))
-        marks.append(mark)
+        mark = labels(layout, site.shapes[nr], metadata[nr].device)
+        noise = _noise(site.shapes[nr], metadata[nr].dtype, metadata[nr].device)
+        given.append((noise.masked_fill(mark == NOBODY, 0) if isinstance(layout, Labels) else noise, mark))
 
-    def run(scale: Callable[[Tensor], Tensor]) -> _Outputs:
-        scaled = [None if r is None or m is None else r * scale(m).to(r.dtype) for r, m in zip(random, marks, strict=True)]
-        return [_plain(t) for t in call(site.node, scaled, site.edges)]
+    def run(scale: Callable[[Tensor], Tensor] | None) -> _Outputs:
+        inputs = [None if g is None else g[0] if scale is None else g[0] * scale(g[1]).to(g[0].dtype) for g in given]
+        return [_plain(t) for t in call(site.node, inputs, site.edges)]
 
     targets = [None if slot is None else site.target(k) if summed else _OWN for k, slot in enumerate(site.edges)]
-    return _ask(run, targets, batch, base=_base(metadata[0].dtype))
+    guesses = [None if shape is None else _guess(site.shapes, layouts, shape) for shape in targets]
+    return _ask(run, targets, batch, base=_base(metadata[0].dtype), guesses=guesses)
+
+
+def _guess(shapes: Sequence[Shape], layouts: Sequence[Layout | None], target: Shape) -> Layout | None:
+    """What is most likely: the sample stays in its dim."""
+    live = [(shape, layout) for shape, layout in zip(shapes, layouts, strict=True) if layout is not None]
+    if len(live) != 1 or len(live[0][0]) != len(target):
+        return None
+    shape, layout = live[0]
+    return carry(layout, shape, target, [d if shape[d] == target[d] else None for d in range(len(shape))])
 
 
 def probe_slots(tape: Tape, losses: Tensor, slots: Sequence[Slot]) -> dict[Slot, Fate]:
@@ -60,8 +67,8 @@ def probe_slots(tape: Tape, losses: Tensor, slots: Sequence[Slot]) -> dict[Slot,
     edges = [GradientEdge(node, nr) for node, nr in slots]
     samples = torch.arange(len(losses), device=losses.device)
 
-    def run(scale: Callable[[Tensor], Tensor]) -> _Outputs:
-        cotangent = scale(samples).to(losses.dtype)
+    def run(scale: Callable[[Tensor], Tensor] | None) -> _Outputs:
+        cotangent = torch.ones_like(losses) if scale is None else scale(samples).to(losses.dtype)
         grads = torch.autograd.grad(losses, edges, cotangent, retain_graph=True, allow_unused=True)
         return [_plain(t) for t in grads]
 
@@ -74,9 +81,12 @@ def _plain(t: Tensor | None) -> Tensor | None:
     return None if t is None else (t.to_dense() if t.is_sparse else t).resolve_conj().resolve_neg()
 
 
-def _generator(device: torch.device) -> torch.Generator:
-    """Random numbers that leave the user's generator alone."""
-    return torch.Generator(device=device).manual_seed(0)
+def _noise(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers between 1 and 2, random but for a period that no op has reason to follow; the user's generator rests."""
+    period, count = 65537, prod(shape)
+    generator = torch.Generator().manual_seed(0)
+    line = torch.rand(min(period, count), generator=generator, dtype=torch.float64).add_(1).to(device, dtype)
+    return line.repeat(-(-count // period))[:count].reshape(shape) if count else line.reshape(shape)
 
 
 def _base(dtype: torch.dtype) -> int:
@@ -85,29 +95,38 @@ def _base(dtype: torch.dtype) -> int:
 
 
 def _ask(
-    run: Callable[[Callable[[Tensor], Tensor]], _Outputs], shapes: Sequence[Shape | None], batch: int, base: int
+    run: Callable[[Callable[[Tensor], Tensor] | None], _Outputs],
+    shapes: Sequence[Shape | None],
+    batch: int,
+    base: int,
+    guesses: Sequence[Layout | None] | None = None,
 ) -> list[Fate]:
     """Run once plain and once per digit of the sample number, and read the samples from the ratios."""
-    plain = run(lambda mark: torch.ones_like(mark, dtype=torch.float64))
-    found: list[Tensor | None] = [None if t is None else torch.zeros(t.shape, dtype=torch.int64) for t in plain]
-    mixed = [False] * len(plain)
-    weight = 1
-    while weight < batch:
-        digit = weight
+    places = [base**j for j in range(64) if base**j < batch]
 
-        def scale(mark: Tensor, digit: int = digit) -> Tensor:
-            exponent = (mark.clamp(min=0) // digit % base) + 1
-            return torch.pow(2.0, exponent.to(torch.float64))
+    def power(place: int) -> Callable[[Tensor], Tensor]:
+        return lambda mark: torch.exp2((mark.clamp(min=0) // place % base + 1).to(torch.float64))
 
-        for k, (one, scaled) in enumerate(zip(plain, run(scale), strict=True)):
-            so_far = found[k]
-            if one is None or scaled is None or so_far is None or shapes[k] is None:
-                continue
-            digits, clean = _digits(one, scaled, base)
-            mixed[k] |= not clean
-            found[k] = so_far + digits.to("cpu") * digit
-        weight *= base
-    return [_fate(plain[k], found[k], shapes[k], batch, mixed[k]) for k in range(len(plain))]
+    plain, scaled = run(None), [run(power(place)) for place in places]
+    fates: list[Fate] = []
+    for k, one in enumerate(plain):
+        shape = None if one is None else tuple(one.shape) if shapes[k] is _OWN else shapes[k]
+        runs = [outputs[k] for outputs in scaled]
+        if one is None or shape is None or any(r is None for r in runs):
+            fates.append(None)
+            continue
+        guess = None if guesses is None or shape != tuple(one.shape) else guesses[k]
+        mark = None if guess is None else labels(guess, shape, one.device)
+        if mark is not None and all(
+            torch.equal(r, one * power(place)(mark).to(one.dtype))  # type: ignore[arg-type]
+            for r, place in zip(runs, places, strict=True)
+        ):
+            fates.append(guess if bool((one != 0).any()) else None)
+            continue
+        read = [_digits(one, r, base) for r in runs if r is not None]
+        index = torch.stack([digits * place for (digits, _), place in zip(read, places, strict=True)]).sum(0)
+        fates.append(_fate(one, index.to("cpu"), shape, batch, mixed=not all(clean for _, clean in read)))
+    return fates
 
 
 def _digits(one: Tensor, scaled: Tensor, base: int) -> tuple[Tensor, bool]:
@@ -122,20 +141,17 @@ def _digits(one: Tensor, scaled: Tensor, base: int) -> tuple[Tensor, bool]:
     return (exponent - 2).clamp(0, base - 1).to(torch.int64), bool(whole.all() & ~((one == 0) & (scaled != 0)).any())
 
 
-def _fate(one: Tensor | None, index: Tensor | None, shape: Shape | None, batch: int, mixed: bool) -> Fate:
-    if one is None or index is None or shape is None:
-        return None
-    known = (torch.isfinite(one) & (one != 0)).to("cpu")
+def _fate(one: Tensor, index: Tensor, shape: Shape, batch: int, mixed: bool) -> Fate:
+    finite = torch.isfinite(one)
+    known = (finite & (one != 0)).to("cpu")
     if mixed or bool((index[known] >= batch).any()):
         return Flow.MIXED
     if not bool(known.any()):
         return None
     index = index.masked_fill(~known, NOBODY)
-    poisoned = not bool(torch.isfinite(one).all())
-    shape = tuple(index.shape) if shape is _OWN else shape
     if index.shape != shape:  # the engine would sum a broadcast output to its target's shape
         return _summed(index, shape, batch)
-    return fit(index, shape, batch, poisoned)
+    return fit(index, shape, batch, poisoned=not bool(finite.all()))
 
 
 def _summed(index: Tensor, shape: Shape, batch: int) -> Fate:

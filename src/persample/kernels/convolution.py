@@ -74,7 +74,7 @@ def weight_per_sample(
 
 
 def _library(x: Tensor, dy: Tensor, out: Tensor, geometry: Geometry) -> Tensor:
-    """(1) by PyTorch's own weight gradient, which sums over a batch but not over groups: samples become groups."""
+    """(1) by PyTorch's own weight gradient. It sums over a batch, not over groups: samples become groups."""
     kernel, space = out.shape[3:], dy.shape[3:]
     if geometry.output_size(x.shape[3:], kernel) != tuple(space):  # a large output_padding, roles exchanged
         x = _fit(x, kernel, space, geometry)
@@ -182,13 +182,13 @@ def _steps(samples: int, step: int) -> Iterator[slice]:
 
 
 def _samples_per_step(elements: int, x: Tensor) -> int:
-    """How many samples' temporaries to hold at once: what fits in each core's cache, one per core at least."""
+    """How many samples' temporaries to hold at once: what the cores' caches hold, one per core at least."""
     workers, budget = (torch.get_num_threads(), CACHE_BYTES) if x.device.type == "cpu" else (1, 2**28)
     return min(len(x), workers * max(1, budget // (elements * x.element_size())))
 
 
 def _working_dtype(x: Tensor) -> torch.dtype:
-    """Half precision goes through float32 on a CPU: without bfloat16 instructions that is 3 to 8 times faster."""
+    """Half precision goes through float32 on a CPU: 3 to 8 times faster where it has no bfloat16 GEMM."""
     half = x.dtype in (torch.bfloat16, torch.float16)
     return torch.float32 if half and x.device.type == "cpu" else x.dtype
 

@@ -1,0 +1,360 @@
+"""Every kernel × every geometry against autograd, one sample at a time."""
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from persample.kernels import convolution
+from persample.kernels.conv_select import applicable
+from persample.kernels.convolution import KERNELS, Geometry, choose, weight_per_sample
+
+
+@dataclass(frozen=True)
+class Case:
+    """One convolution; d and p are the input and output channels of a group."""
+
+    size: tuple[int, ...]
+    kernel: tuple[int, ...]
+    geometry: Geometry
+    d: int
+    p: int
+
+    @property
+    def weight_size(self) -> tuple[int, ...]:
+        groups = self.geometry.groups
+        if self.geometry.transposed:
+            return (self.d * groups, self.p, *self.kernel)
+        return (self.p * groups, self.d, *self.kernel)
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        g = self.geometry
+        args = (g.stride, g.padding, g.dilation, g.transposed, g.output_padding, g.groups)
+        return torch.convolution(x, weight, None, *args)
+
+    def tensors(self, B: int, R: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+        """x and dy, the same for the same arguments."""
+        rng = torch.Generator().manual_seed(B + 10 * R)
+        channels = self.d * self.geometry.groups
+        y = self.forward(torch.zeros(1, channels, *self.size), torch.zeros(self.weight_size))
+        x = torch.randn(B, R, channels, *self.size, generator=rng, dtype=torch.float64)
+        dy = torch.randn(B, R, *y.shape[1:], generator=rng, dtype=torch.float64)
+        return x.to(dtype), dy.to(dtype)
+
+    def reference(self, x: Tensor, dy: Tensor) -> Tensor:
+        """The definition: the gradient of each sample's own outputs."""
+        rows = [torch.zeros(0, *self.weight_size, dtype=torch.float64)]
+        for x_, dy_ in zip(x.double(), dy.double(), strict=True):
+            weight = torch.zeros(self.weight_size, dtype=torch.float64, requires_grad=True)
+            (grad,) = torch.autograd.grad(self.forward(x_, weight), weight, dy_)
+            rows.append(grad[None])
+        return torch.cat(rows)
+
+
+def case(
+    size: tuple[int, ...],
+    kernel: tuple[int, ...],
+    *,
+    stride: int | tuple[int, ...] = 1,
+    padding: int | tuple[int, ...] = 0,
+    dilation: int | tuple[int, ...] = 1,
+    output_padding: int | tuple[int, ...] | None = None,
+    groups: int = 1,
+    d: int = 3,
+    p: int = 2,
+) -> Case:
+    """A case with scalars for equal entries; giving output_padding makes it transposed."""
+
+    def each(value: int | tuple[int, ...]) -> tuple[int, ...]:
+        return value if isinstance(value, tuple) else (value,) * len(size)
+
+    transposed = output_padding is not None
+    ends = each(output_padding or 0)
+    return Case(
+        size, kernel, Geometry(each(stride), each(padding), each(dilation), transposed, ends, groups), d, p
+    )
+
+
+CASES = {
+    "1d": case((9,), (3,)),
+    "1d-pad": case((9,), (3,), padding=1),
+    "1d-even-kernel": case((9,), (4,), padding=2),
+    "1d-causal-length": case((9,), (2,), dilation=4, padding=4),
+    "1d-remainder": case((10,), (3,), stride=3),
+    "1d-depthwise": case((9,), (5,), padding=2, groups=4, d=1, p=1),
+    "1d-transposed": case((5,), (3,), stride=2, padding=1, output_padding=1),
+    "1d-crop-beyond-stride": case((5,), (3,), dilation=3, padding=1, output_padding=2),
+    "2d": case((6, 5), (3, 3)),
+    "2d-pad": case((6, 5), (3, 3), padding=1),
+    "2d-pad-beyond-kernel": case((4, 3), (2, 3), padding=(3, 4)),
+    "2d-even-kernel": case((6, 5), (2, 4), padding=(1, 2)),
+    "2d-dilation": case((8, 9), (3, 2), dilation=(2, 3), padding=(2, 1)),
+    "2d-stride-divides": case((7, 7), (3, 3), stride=2),
+    "2d-stride-remainder": case((8, 9), (3, 3), stride=(2, 3), padding=1),
+    "2d-stride-beyond-kernel": case((9, 8), (2, 1), stride=(4, 3)),
+    "2d-stride-dilation": case((11, 10), (3, 2), stride=2, dilation=(2, 3), padding=2),
+    "2d-patches": case((8, 8), (4, 4), stride=4),
+    "2d-whole-image": case((4, 5), (4, 5)),
+    "2d-one-pixel": case((1, 1), (3, 3), padding=1),
+    "2d-row-kernel": case((6, 5), (1, 3), padding=(0, 1)),
+    "2d-groups": case((6, 5), (3, 3), padding=1, groups=2),
+    "2d-groups-stride": case((7, 6), (3, 3), padding=1, stride=2, groups=3),
+    "2d-depthwise": case((6, 5), (3, 3), padding=1, groups=6, d=1, p=1),
+    "2d-depthwise-multiplier": case((6, 5), (3, 3), padding=1, groups=4, d=1, p=3),
+    "2d-depthwise-large": case((8, 8), (5, 5), padding=2, stride=2, groups=4, d=1, p=1),
+    "2d-vectorised": case((6, 5), (3, 3), padding=1, groups=2, d=8, p=16),
+    "2d-pointwise": case((4, 5), (1, 1)),
+    "2d-pointwise-stride": case((4, 5), (1, 1), stride=(2, 3)),
+    "2d-pointwise-pad": case((4, 5), (1, 1), padding=(1, 2), stride=(1, 2)),
+    "2d-pointwise-groups": case((4, 5), (1, 1), groups=3),
+    "2d-transposed": case((4, 3), (3, 3), output_padding=0),
+    "2d-transposed-stride": case((4, 3), (3, 4), stride=2, padding=1, output_padding=1),
+    "2d-transposed-remainder": case((3, 4), (2, 3), stride=(3, 2), output_padding=(2, 0)),
+    "2d-transposed-dilation": case((3, 4), (2, 3), dilation=(3, 2), padding=1, output_padding=(2, 1)),
+    "2d-transposed-groups": case((4, 3), (3, 3), stride=2, padding=1, output_padding=1, groups=2),
+    "2d-transposed-depthwise": case((4, 3), (3, 3), padding=1, output_padding=0, groups=4, d=1, p=2),
+    "2d-transposed-pointwise": case((4, 3), (1, 1), stride=2, output_padding=1),
+    "3d": case((4, 5, 3), (3, 2, 3), padding=1),
+    "3d-stride": case((5, 6, 4), (3, 3, 2), stride=(1, 2, 3), padding=(1, 0, 1)),
+    "3d-dilation": case((5, 6, 4), (2, 3, 2), dilation=(1, 2, 3)),
+    "3d-groups": case((4, 4, 4), (2, 2, 2), groups=2),
+    "3d-depthwise": case((4, 4, 4), (3, 3, 3), padding=1, groups=4, d=1, p=1),
+    "3d-transposed": case((2, 3, 2), (3, 2, 3), stride=2, padding=1, output_padding=1),
+}
+EACH_KERNEL = [
+    pytest.param(c, kernel, id=f"{name}-{kernel}")
+    for name, c in CASES.items()
+    for kernel in applicable(c.weight_size, c.geometry)
+]
+
+
+def assert_exact(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("images", [1, 2])
+@pytest.mark.parametrize("samples", [0, 1, 3])
+@pytest.mark.parametrize(("c", "kernel"), EACH_KERNEL)
+def test_matches_autograd(c: Case, kernel: str, samples: int, images: int) -> None:
+    x, dy = c.tensors(samples, images)
+    actual = weight_per_sample(x, dy, c.weight_size, c.geometry, kernel=kernel)
+    assert_exact(actual, c.reference(x, dy))
+
+
+@pytest.mark.parametrize(("c", "kernel"), EACH_KERNEL)
+def test_float32_takes_other_library_code_and_agrees(c: Case, kernel: str) -> None:
+    x, dy = c.tensors(8, 2, torch.float32)
+    actual = weight_per_sample(x, dy, c.weight_size, c.geometry, kernel=kernel)
+    torch.testing.assert_close(actual.double(), c.reference(x, dy), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("c", CASES.values(), ids=CASES)
+def test_chosen_kernel(c: Case) -> None:
+    x, dy = c.tensors(5, 1)
+    assert_exact(weight_per_sample(x, dy, c.weight_size, c.geometry), c.reference(x, dy))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kernel", applicable(CASES["2d-pad"].weight_size, CASES["2d-pad"].geometry))
+def test_half_precision_is_rounded_once(kernel: str, dtype: torch.dtype) -> None:
+    c = CASES["2d-pad"]
+    x, dy = c.tensors(3, 2, dtype)
+    actual = weight_per_sample(x, dy, c.weight_size, c.geometry, kernel=kernel)
+    assert actual.dtype == dtype
+    rounding = torch.finfo(dtype).eps / 2
+    torch.testing.assert_close(actual.double(), c.reference(x, dy), rtol=1.01 * rounding, atol=1e-4)
+
+
+def channels_last(x: Tensor) -> Tensor:
+    return x.movedim(2, -1).contiguous().movedim(-1, 2)
+
+
+def images_first(x: Tensor) -> Tensor:
+    return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def every_second(x: Tensor) -> Tensor:
+    return x.repeat_interleave(2, dim=-1)[..., ::2]
+
+
+def flipped_twice(x: Tensor) -> Tensor:
+    return x.mT.contiguous().mT
+
+
+@pytest.mark.parametrize("arrange", [channels_last, images_first, every_second, flipped_twice])
+@pytest.mark.parametrize(
+    "name", ["2d-pad", "2d-stride-remainder", "2d-groups", "2d-pointwise", "3d", "2d-transposed"]
+)
+def test_any_strides(name: str, arrange) -> None:
+    c = CASES[name]
+    x, dy = c.tensors(3, 2)
+    expected = c.reference(x, dy)
+    for kernel in applicable(c.weight_size, c.geometry):
+        for x_, dy_ in [(arrange(x), dy), (x, arrange(dy)), (arrange(x), arrange(dy))]:
+            assert_exact(weight_per_sample(x_, dy_, c.weight_size, c.geometry, kernel=kernel), expected)
+
+
+@pytest.mark.parametrize("name", ["2d-pad", "2d-groups", "1d-transposed", "3d-stride"])
+def test_expanded_cotangent(name: str) -> None:
+    """What `y.sum()` sends back: one number with strides of zero."""
+    c = CASES[name]
+    x, dy = c.tensors(3, 2)
+    ones = torch.ones((), dtype=x.dtype).expand(dy.shape)
+    for kernel in applicable(c.weight_size, c.geometry):
+        actual = weight_per_sample(x, ones, c.weight_size, c.geometry, kernel=kernel)
+        assert_exact(actual, c.reference(x, ones))
+
+
+@pytest.mark.parametrize("kernel", ["unfold", "shifted"])
+@pytest.mark.parametrize("name", ["2d-pad", "2d-groups", "2d-depthwise", "3d", "1d-crop-beyond-stride"])
+def test_batch_in_several_steps(name: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    c = CASES[name]
+    monkeypatch.setattr(convolution, "CACHE_BYTES", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    x, dy = c.tensors(5, 2)
+    actual = weight_per_sample(x, dy, c.weight_size, c.geometry, kernel=kernel)
+    assert_exact(actual, c.reference(x, dy))
+
+
+@pytest.mark.parametrize("name", ["2d-pad", "2d-groups", "2d-pointwise", "1d-transposed"])
+@pytest.mark.parametrize("layout", ["contiguous", "slice", "float32"])
+def test_out(name: str, layout: str) -> None:
+    c = CASES[name]
+    x, dy = c.tensors(3, 1)
+    size = math.prod(c.weight_size)
+    for kernel in applicable(c.weight_size, c.geometry):
+        wide = torch.full((3, size + 7), math.nan, dtype=torch.float64)
+        out = {
+            "contiguous": torch.full((3, *c.weight_size), math.nan, dtype=torch.float64),
+            "slice": wide[:, 3 : 3 + size].view(3, *c.weight_size),
+            "float32": torch.full((3, *c.weight_size), math.nan),
+        }[layout]
+        actual = weight_per_sample(x, dy, c.weight_size, c.geometry, out=out, kernel=kernel)
+        assert actual is out
+        assert wide[:, :3].isnan().all()
+        assert wide[:, 3 + size :].isnan().all()
+        tolerance = 1e-10 if out.dtype == torch.float64 else 1e-5
+        torch.testing.assert_close(out.double(), c.reference(x, dy), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("kernel", applicable(CASES["2d-pad"].weight_size, CASES["2d-pad"].geometry))
+def test_no_images_give_zeros(kernel: str) -> None:
+    c = CASES["2d-pad"]
+    x, dy = c.tensors(3, 0)
+    zeros = torch.zeros(3, *c.weight_size, dtype=x.dtype)
+    assert_exact(weight_per_sample(x, dy, c.weight_size, c.geometry, kernel=kernel), zeros)
+    out = torch.full_like(zeros, math.nan)
+    assert weight_per_sample(x, dy, c.weight_size, c.geometry, out=out, kernel=kernel) is out
+    assert_exact(out, zeros)
+
+
+@pytest.mark.parametrize(("c", "kernel"), EACH_KERNEL)
+def test_nan_stays_in_its_sample(c: Case, kernel: str) -> None:
+    x, dy = c.tensors(3, 1)
+    expected = c.reference(x, dy)
+    x[1] = math.nan
+    actual = weight_per_sample(x, dy, c.weight_size, c.geometry, kernel=kernel)
+    assert actual[1].isnan().any()
+    assert_exact(actual[[0, 2]], expected[[0, 2]])
+
+
+def test_inputs_with_a_graph() -> None:
+    c = CASES["2d-pad"]
+    x, dy = c.tensors(3, 1)
+    for kernel in applicable(c.weight_size, c.geometry):
+        actual = weight_per_sample(x.requires_grad_(), dy, c.weight_size, c.geometry, kernel=kernel)
+        assert not actual.requires_grad
+        assert_exact(actual, c.reference(x, dy))
+
+
+def test_kernel_that_cannot() -> None:
+    c = CASES["2d-stride-divides"]
+    x, dy = c.tensors(2, 1)
+    with pytest.raises(ValueError, match=r"'shifted' cannot do this; choose from \('library', 'unfold'\)"):
+        weight_per_sample(x, dy, c.weight_size, c.geometry, kernel="shifted")
+
+
+def test_out_of_another_shape() -> None:
+    c = CASES["2d"]
+    x, dy = c.tensors(2, 1)
+    with pytest.raises(
+        ValueError, match=r"out has shape \(1, 2\), the per-sample gradients have \(2, 2, 3, 3, 3\)"
+    ):
+        weight_per_sample(x, dy, c.weight_size, c.geometry, out=torch.empty(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("samples", "c", "names"),
+    [
+        (32, case((32, 32), (3, 3), padding=1, d=32, p=32), {"library", "shifted"}),
+        (32, case((32, 32), (3, 3), padding=1, stride=2, d=32, p=64), {"library"}),
+        (32, case((8, 8), (3, 3), padding=1, d=128, p=128), {"unfold", "shifted"}),
+        (32, case((4, 4), (3, 3), padding=1, d=256, p=256), {"unfold"}),
+        (32, case((16, 16), (3, 3), padding=1, groups=64, d=1, p=1), {"library"}),
+        (8, case((56, 56), (7, 7), padding=3, groups=96, d=1, p=1), {"shifted"}),
+        (32, case((16, 16), (1, 1), d=64, p=128), {"pointwise"}),
+    ],
+)
+def test_choice_is_the_measured_one(samples: int, c: Case, names: set[str]) -> None:
+    out_size = c.geometry.output_size(c.size, c.kernel)
+    assert choose(samples, 1, c.weight_size, c.size, out_size, c.geometry) in names
+
+
+def test_choice_is_the_same_for_the_exchanged_roles() -> None:
+    plain = case((28, 28), (4, 4), stride=2, padding=1, d=8, p=16)
+    transposed = case((14, 14), (4, 4), stride=2, padding=1, output_padding=0, d=16, p=8)
+    assert plain.weight_size == transposed.weight_size
+    there = choose(16, 1, plain.weight_size, (28, 28), (14, 14), plain.geometry)
+    back = choose(16, 1, transposed.weight_size, (14, 14), (28, 28), transposed.geometry)
+    assert there == back
+
+
+dims = st.integers(1, 3)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_random_geometry(data: st.DataObject) -> None:
+    n = data.draw(dims, "spatial dims")
+
+    def draw(name: str, low: int, high: int) -> tuple[int, ...]:
+        return tuple(data.draw(st.lists(st.integers(low, high), min_size=n, max_size=n), name))
+
+    size, kernel = draw("size", 1, 7), draw("kernel", 1, 4)
+    stride, dilation, padding = draw("stride", 1, 3), draw("dilation", 1, 3), draw("padding", 0, 4)
+    ends: tuple[int, ...] | None = None
+    if data.draw(st.booleans(), "transposed"):
+        ends = tuple(
+            min(e, max(s, f) - 1) for e, s, f in zip(draw("ends", 0, 2), stride, dilation, strict=True)
+        )
+        full = zip(size, stride, dilation, kernel, ends, padding, strict=True)
+        outputs = [(i - 1) * s + f * (k - 1) + 1 + e - 2 * pad for i, s, f, k, e, pad in full]
+    else:
+        full = zip(size, stride, dilation, kernel, padding, strict=True)
+        outputs = [(i + 2 * pad - f * (k - 1) - 1) // s + 1 for i, s, f, k, pad in full]
+    assume(min(outputs) > 0)
+    c = case(
+        size,
+        kernel,
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        output_padding=ends,
+        groups=data.draw(dims, "groups"),
+        d=data.draw(dims, "d"),
+        p=data.draw(dims, "p"),
+    )
+    x, dy = c.tensors(data.draw(st.integers(0, 4), "samples"), data.draw(st.integers(0, 3), "images"))
+    expected = c.reference(x, dy)
+    for kernel_name in applicable(c.weight_size, c.geometry):
+        assert_exact(weight_per_sample(x, dy, c.weight_size, c.geometry, kernel=kernel_name), expected)
+
+
+def test_every_kernel_is_tried() -> None:
+    assert {kernel for c in CASES.values() for kernel in applicable(c.weight_size, c.geometry)} == set(
+        KERNELS
+    )
