@@ -77,7 +77,15 @@ def _capture(
     check_losses(losses)
     if len(losses) == 0:
         return dict.fromkeys(params)
-    return capture(losses, params, retain_graph=retain_graph, independent=independent)
+    try:
+        return capture(losses, params, retain_graph=retain_graph, independent=independent)
+    except RuntimeError as error:
+        if "second time" in str(error):
+            raise RuntimeError(
+                f"the graph of losses {tuple(losses.shape)} was freed by an earlier backward: compute the losses again, or "
+                f"pass retain_graph=True to every call but the last. PyTorch says: {error}"
+            ) from error
+        raise
 
 
 def check_losses(losses: Tensor) -> None:

@@ -83,7 +83,7 @@ def capture(
     meeting = interactions(found.tape, found.map)
     if meeting:
         _report_interaction(meeting, independent)
-    return _Capture(found, losses, params).run(retain_graph)
+    return Capture(found, losses, params).run(retain_graph)
 
 
 def _report_interaction(ops: Sequence[str], independent: bool) -> None:
@@ -121,16 +121,18 @@ def _whole(losses: Tensor, params: Mapping[str, Tensor], retain_graph: bool) -> 
     return {n: None if g is None else Dense(g.detach().unsqueeze(0)) for n, g in zip(params, dense, strict=True)}
 
 
-class _Capture:
+class Capture:
     """The state of one backward."""
 
-    def __init__(self, plan: Plan, losses: Tensor, params: Mapping[str, Tensor]) -> None:
+    def __init__(self, plan: Plan, losses: Tensor, params: Mapping[str, Tensor], *, quiet: bool = False) -> None:
         self.plan, self.tape, self.map, self.losses = plan, plan.tape, plan.map, losses
         self.names = {id(p): name for name, p in params.items()}
         self.params = params
         self.terms: dict[Slot, list[Factor]] = {}
         self.pending = set(plan.frontier)
+        self.quiet = quiet
         self.warned: set[tuple[str, str]] = set()
+        self.record: list[tuple[Site, int, str]] = []  # which use was handled how
 
     def run(self, retain_graph: bool) -> dict[str, Factor | None]:
         handles = [self._hook(node) for node in self.plan.hooked]
@@ -188,6 +190,7 @@ class _Capture:
                     slow.append(k)
                 else:
                     self._add(slot, factor)
+                    self.record.append((site, k, f"rule: {type(factor).__name__}"))
             if slow:
                 self._fall_back(site, slow, dense, layouts)
         site.forget()
@@ -214,13 +217,16 @@ class _Capture:
     ) -> None:
         for k in outputs:
             self._warn(site, k)
+            self.record.append((site, k, f"fallback: {self.map.batch} calls of the node"))
         for k, value in push_masked(site, cotangents, layouts, self.map.batch, outputs).items():
             slot = site.edges[k]
             assert slot is not None
             self._add(slot, Dense(value))
 
     def _warn(self, site: Site, k: int) -> None:
-        for name in self._parameters_below(site, k):
+        slot = site.edges[k]
+        assert slot is not None
+        for name, _ in [] if self.quiet else self.parameters_below(slot[0]):
             if (site.name, name) not in self.warned:
                 self.warned.add((site.name, name))
                 warnings.warn(
@@ -231,19 +237,19 @@ class _Capture:
                     stacklevel=2,
                 )
 
-    def _parameters_below(self, site: Site, k: int) -> list[str]:
-        """The names of the parameters that output k leads to."""
-        slot = site.edges[k]
-        stack, seen, names = [slot[0]] if slot else [], set(), []
+    def parameters_below(self, node: Node) -> list[tuple[str, str]]:
+        """The parameters that a node leads to, each with the node types on one way there."""
+        stack: list[tuple[Node, tuple[str, ...]]] = [(node, ())]
+        seen, found = set(), []
         while stack:
-            node = stack.pop()
-            if node in seen:
+            here, way = stack.pop()
+            if here in seen:
                 continue
-            seen.add(node)
-            if is_leaf(node):
-                names.append(self.names[id(self.tape.leaves[node])])
-            stack.extend(s[0] for s in self.tape.edges[node] if s is not None)
-        return sorted(names)
+            seen.add(here)
+            if is_leaf(here):
+                found.append((self.names[id(self.tape.leaves[here])], ", ".join(way)))
+            stack.extend((s[0], (*way, type(here).__name__)) for s in self.tape.edges[here] if s is not None)
+        return sorted(found)
 
     def _read_ahead(self, site: Site) -> None:
         """In a checkpointed region, read what all its frontier nodes saved, in one recomputation."""

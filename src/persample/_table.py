@@ -1,0 +1,13 @@
+"""Plain-text tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+def render(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Left-aligned columns under a header."""
+    lines = [list(header), *[list(row) for row in rows]]
+    widths = [max(len(line[c]) for line in lines) for c in range(len(header))]
+    text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return "\n".join([text[0], "  ".join("-" * width for width in widths), *text[1:]])

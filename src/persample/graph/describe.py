@@ -1,0 +1,71 @@
+"""What capture does with every use of every parameter, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .._errors import UnsupportedError
+from .capture import Capture, plan
+from .interaction import interactions
+from .layout import Block, Layout, Shape, sample_dims, split
+from .tape import is_leaf, op_name
+
+
+@dataclass(frozen=True, slots=True)
+class Handling:
+    """One use of one parameter."""
+
+    parameter: str
+    op: str  # the node in which samples meet the parameter
+    via: str  # nodes between that one and the parameter
+    layout: str  # where the samples lie in the node's cotangent
+    handling: str  # "rule", "fallback", "separable", "zeros" or "refused", with details
+
+
+def in_words(layout: Layout | None, shape: Shape) -> str:
+    """Where the samples lie in a tensor of this shape."""
+    if layout is None:
+        return "nowhere"
+    dims = sample_dims(layout, shape)
+    sizes = "(" + ", ".join(map(str, shape)) + ")"
+    if isinstance(layout, Block):
+        parts = split(layout, shape, dims[0]) if len(dims) == 1 else None
+        if parts is not None:
+            a, b = parts
+            return f"dim {dims[0]} of {sizes}" + (f", as {a}·B·{b}" if (a, b) != (1, 1) else "")
+        return f"dims {dims} of {sizes}"
+    if not dims:
+        return f"all of {sizes} is sample {int(layout.index.reshape(-1)[0])}" if layout.index.numel() else "nowhere"
+    return f"index along dim{'s' if len(dims) > 1 else ''} {', '.join(map(str, dims))} of {sizes}"
+
+
+def describe(losses: Tensor, params: Mapping[str, Tensor]) -> tuple[list[Handling], list[str]]:
+    """Every use of every parameter, and the ops in which samples interact. Runs a backward and keeps the graph."""
+    if len(losses) < 2:
+        return [Handling(name, "", "", "", "one sample or none: an ordinary backward") for name in params], []
+    try:
+        found = plan(losses, list(params.values()))
+    except UnsupportedError as error:
+        return [Handling(name, "", "", "", f"refused: {error}") for name in params], []
+    capture = Capture(found, losses, params, quiet=True)
+    capture.run(retain_graph=True)
+    rows: dict[str, list[Handling]] = {name: [] for name in params}
+    for site, k, how in capture.record:
+        shown = next((nr for nr, lay in enumerate(found.map.layouts(site.node)) if lay is not None), 0)
+        layout = in_words(found.map.layouts(site.node)[shown], site.shapes[shown])
+        slot = site.edges[k]
+        assert slot is not None
+        for name, via in capture.parameters_below(slot[0]):
+            rows[name].append(Handling(name, type(site.node).__name__, via, layout, how))
+    for node, _ in found.requested:
+        if is_leaf(node):
+            name = capture.names[id(found.tape.leaves[node])]
+            layout = in_words(found.map.layouts(node)[0], found.tape.shapes(node)[0])
+            rows[name].append(Handling(name, op_name(node), "", layout, "separable: every element is one sample's"))
+    for name, listed in rows.items():
+        if not listed:
+            listed.append(Handling(name, "", "", "", "zeros: the losses do not reach it"))
+    return [row for listed in rows.values() for row in listed], interactions(found.tape, found.map)

@@ -1,0 +1,136 @@
+"""Comparing persample with the definition: what to run first on a new model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ._errors import PerformanceWarning
+from ._table import render
+from .api import grad
+from .params import Params, named
+
+__all__ = ["Report", "Row", "check", "definition"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """How one parameter compares."""
+
+    name: str
+    shape: tuple[int, ...]
+    error: float  # largest difference, relative to the largest gradient of this parameter
+    magnitude: float  # that largest gradient
+    ok: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The result of `check`: truthy when every parameter agrees; prints as a table."""
+
+    rows: tuple[Row, ...]
+    batch: int
+    warnings: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Does every parameter agree with the definition?"""
+        return all(row.ok for row in self.rows)
+
+    @property
+    def max_error(self) -> float:
+        """The largest relative error of any parameter."""
+        return max((row.error for row in self.rows), default=0.0)
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        lines = [
+            (row.name, str(row.shape), f"{row.magnitude:.3g}", f"{row.error:.2e}", "ok" if row.ok else "WRONG")
+            for row in self.rows
+        ]
+        verdict = "all agree" if self.ok else f"{sum(not row.ok for row in self.rows)} WRONG"
+        table = render(("parameter", "shape", "largest gradient", "relative error", ""), lines)
+        notes = "".join(f"\nnote: {text}" for text in self.warnings)
+        return f"{table}\n{len(self.rows)} parameters, {self.batch} samples: {verdict}{notes}"
+
+    def raise_if_wrong(self) -> None:
+        """Raise an AssertionError that shows the table if a parameter disagrees."""
+        if not self.ok:
+            raise AssertionError(f"per-sample gradients differ from the definition\n{self}")
+
+
+def definition(losses: Tensor, params: Params) -> dict[str, Tensor]:
+    """Per-sample gradients by one ordinary backward per sample: slow, and right by definition; keeps the graph."""
+    tensors = named(params)
+    stacks = {
+        name: torch.zeros((len(losses), *p.shape), dtype=p.dtype, device=p.device) for name, p in tensors.items()
+    }
+    for i, loss in enumerate(losses.unbind()):
+        rows = torch.autograd.grad(loss, list(tensors.values()), retain_graph=True, allow_unused=True)
+        for stack, row in zip(stacks.values(), rows, strict=True):
+            if row is not None:
+                stack[i] = row.to_dense() if row.layout != torch.strided else row
+    return stacks
+
+
+def check(
+    losses_fn: Callable[[], Tensor], params: Params, *, rtol: float | None = None, atol: float | None = None
+) -> Report:
+    """Compare ``persample.grad`` with one ordinary backward per sample, parameter by parameter.
+
+    >>> import torch
+    >>> from persample.testing import check
+    >>> model, x = torch.nn.Linear(3, 2).double(), torch.randn(5, 3).double()
+    >>> report = check(lambda: model(x).square().sum(1), model)
+    >>> report.ok
+    True
+
+    Args:
+        losses_fn: computes the losses, shape (B,), afresh at every call, with the same result (no active dropout).
+        params: as for ``persample.grad``.
+        rtol: allowed difference relative to a parameter's largest gradient; by default what its dtype can hold.
+        atol: differences up to this size are allowed whatever the gradients are.
+
+    Returns:
+        A report with one row per parameter. ``print(report)`` shows a table, ``report.ok`` is the verdict, and
+        ``report.raise_if_wrong()`` is for tests. Warnings about slow paths are listed in ``report.warnings``.
+    """
+    first, second = losses_fn(), losses_fn()
+    if not torch.equal(first.detach(), second.detach()) and not bool(first.isnan().any()):
+        raise ValueError(
+            "losses_fn gave two different results: make it repeatable (model.eval(), or the same seed at every call)"
+        )
+    want = definition(first, params)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", PerformanceWarning)
+        result = grad(second, params)
+    got = result if isinstance(result, dict) else {str(i): g for i, g in enumerate(result)}
+    notes = tuple(str(w.message) for w in caught if issubclass(w.category, PerformanceWarning))
+    rows = tuple(_compare(name, got[name], want[name], rtol, atol) for name in want)
+    return Report(rows, len(first), notes)
+
+
+def _compare(name: str, got: Tensor, want: Tensor, rtol: float | None, atol: float | None) -> Row:
+    """One parameter's row; NaN on one side only is an infinite error."""
+    allowed = _tolerance(want.dtype) if rtol is None else rtol
+    wide = torch.complex128 if want.is_complex() else torch.float64
+    a, b = got.to(wide), want.to(wide)
+    same = (a == b) | (a.isnan() & b.isnan())
+    difference = (a - b).abs().masked_fill(same, 0.0).nan_to_num(nan=float("inf"))
+    error = float(difference.max()) if difference.numel() else 0.0
+    finite = b.abs()[b.isfinite()]
+    magnitude = float(finite.max()) if finite.numel() else 0.0
+    floor = torch.finfo(want.dtype).tiny
+    ok = error <= max(allowed * magnitude, atol if atol is not None else allowed * 1e-3)
+    return Row(name, tuple(want.shape[1:]), error / max(magnitude, floor) if error else 0.0, magnitude, ok)
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    """A few hundred units in the last place: sums are added in another order."""
+    return 500 * torch.finfo(dtype).eps if dtype != torch.bfloat16 else 0.1
