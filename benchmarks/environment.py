@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+STAT = Path("/proc/stat")
 
 
 def describe() -> dict[str, Any]:
@@ -28,6 +30,30 @@ def describe() -> dict[str, Any]:
         "commit": _git("rev-parse", "HEAD"),
         "source_changed": bool(_git("status", "--porcelain", "--", "src")),
     }
+
+
+class Others:
+    """How many cores other programs kept busy since this was made: what they take makes a figure doubtful."""
+
+    def __init__(self) -> None:
+        self._start = self._now()
+
+    def cores(self) -> float | None:
+        """None where the system does not say."""
+        now = self._now()
+        if now is None or self._start is None:
+            return None
+        wall, mine, all_of_us = (after - before for after, before in zip(now, self._start, strict=True))
+        return max(0.0, all_of_us - mine) / max(wall, 1e-9)
+
+    @staticmethod
+    def _now() -> tuple[float, float, float] | None:
+        """Seconds on the wall, of this process and of all of them."""
+        if not STAT.exists():
+            return None
+        user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, STAT.read_text().split()[1:9])
+        ticks = user + nice + system + irq + softirq + steal
+        return time.perf_counter(), time.process_time(), ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _cpu() -> str:

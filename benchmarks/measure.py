@@ -16,6 +16,7 @@ import torch
 import persample as ps
 from persample.graph.capture import plan
 
+from .environment import Others
 from .methods import METHODS, After, Method
 from .workloads import Task, Workload
 
@@ -39,6 +40,7 @@ class Timing:
     nodes: int
     probed: int
     seconds: Mapping[str, list[float]]
+    others: float | None = None  # cores that other programs kept busy meanwhile
     warnings: list[str] = field(default_factory=list)
 
     def ratio(self, method: str) -> dict[str, float]:
@@ -60,6 +62,7 @@ class Timing:
             "graph_nodes": self.nodes,
             "probed_nodes": self.probed,
             "rounds": len(self.seconds["plain"]),
+            "others": self.others,
             "methods": {
                 name: {
                     "ms": {"min": 1e3 * min(times), "median": 1e3 * median(times)},
@@ -80,7 +83,9 @@ def measure(workload: Workload, effort: Effort) -> Timing:
         check(task)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ps.PerformanceWarning)  # reported once, above
+        others = Others()
         seconds = _take_turns(task, effort)
+        busy = others.cores()
     found = plan(task.losses(), list(task.params().values()))
     return Timing(
         workload,
@@ -88,6 +93,7 @@ def measure(workload: Workload, effort: Effort) -> Timing:
         len(found.tape.order),
         len(found.map.probed),
         seconds,
+        busy,
         sorted({str(w.message) for w in caught if issubclass(w.category, ps.PerformanceWarning)}),
     )
 

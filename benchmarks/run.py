@@ -19,6 +19,7 @@ from .workloads import DEFAULT, WORKLOADS
 
 FULL = Effort(rounds=100, budget=12.0)
 QUICK = Effort(rounds=5, budget=1.5, fewest=2, warm_up=1)
+DISTURBED = 0.1  # cores used by others; threads that wait for each other suffer most
 
 COLUMNS = (
     ("workload", 10),
@@ -88,8 +89,6 @@ def _heading(where: dict[str, Any]) -> str:
     machine = (
         f"torch {where['torch']}, {where['threads']} threads on {where['cores']} cores of {where['cpu']}"
     )
-    if where["load"] and where["load"][0] > 0.5:
-        machine += f"\nother programs are running (load {where['load'][0]:.1f}): expect noise"
     commit = (where["commit"] or "no commit")[:12] + (
         " with changes in src" if where["source_changed"] else ""
     )
@@ -131,6 +130,8 @@ def _notes(results: Sequence[dict[str, Any]]) -> str:
         graph = f"{r['graph_nodes']} graph nodes, {r['probed_nodes']} probed"
         size = f"{r['parameters'] / 1e6:.2f}M parameters"
         lines.append(f"{r['workload']:<10}  {r['title']}: {size}, {graph}, {r['rounds']} rounds")
+        if (r["others"] or 0) > DISTURBED:
+            lines.append(f"{'':<10}  doubtful: other programs kept {r['others']:.1f} cores busy meanwhile")
         lines += [f"{'':<10}  slow path: {text}" for text in r["warnings"]]
     return "\n".join(lines)
 

@@ -54,7 +54,7 @@ def grad(
 
     Args:
         losses: one loss per sample, of shape (B,), with its graph.
-        params: an ``nn.Module`` (its trainable parameters), a mapping from names to leaf tensors, or a sequence of them.
+        params: an ``nn.Module`` (its trainable parameters), a mapping from names to leaf tensors, or a sequence.
         out: buffers from an earlier call, to be written again instead of allocating new ones.
         retain_graph: keep the graph for another backward, as in ``torch.autograd.grad``.
         independent: raise ``InteractionError`` if one sample's loss is seen to depend on another sample.
@@ -64,17 +64,20 @@ def grad(
         losses do not reach get zeros; frozen ones are left out of a dict.
     """
     tensors = named(params)
+    check_losses(losses)
+    results = _buffers(out, tensors, len(losses))
     factors = _capture(losses, tensors, retain_graph=retain_graph, independent=independent)
-    buffers = _buffers(out, tensors, len(losses))
-    results = {name: _stack(factors[name], p, len(losses), buffers.get(name)) for name, p in tensors.items()}
+    with torch.no_grad():
+        for name, buffer in results.items():
+            factor = factors[name]
+            buffer.zero_() if factor is None else factor.stack(buffer)
     return pack(params, results)
 
 
 def _capture(
     losses: Tensor, params: Mapping[str, Tensor], *, retain_graph: bool, independent: bool
 ) -> dict[str, Factor | None]:
-    """Capture with the checks and errors of the public boundary."""
-    check_losses(losses)
+    """Capture with the errors of the public boundary."""
     if len(losses) == 0:
         return dict.fromkeys(params)
     try:
@@ -82,8 +85,8 @@ def _capture(
     except RuntimeError as error:
         if "second time" in str(error):
             raise RuntimeError(
-                f"the graph of losses {tuple(losses.shape)} was freed by an earlier backward: compute the losses again, or "
-                f"pass retain_graph=True to every call but the last. PyTorch says: {error}"
+                f"the graph of losses {tuple(losses.shape)} was freed by an earlier backward: compute the losses again, "
+                f"or pass retain_graph=True to every call but the last. PyTorch says: {error}"
             ) from error
         raise
 
@@ -99,35 +102,25 @@ def check_losses(losses: Tensor) -> None:
         raise ValueError(f"losses must be real floating-point numbers, but have dtype {losses.dtype}")
     if not losses.requires_grad:
         raise RuntimeError(
-            f"losses of shape {tuple(losses.shape)} have no graph: compute them with gradients enabled (no torch.no_grad, "
-            f"no .detach()) from parameters that require grad"
+            f"losses of shape {tuple(losses.shape)} have no graph: compute them with gradients enabled "
+            f"(no torch.no_grad, no .detach()) from parameters that require grad"
         )
 
 
 def _buffers(out: Buffers | None, params: Mapping[str, Tensor], batch: int) -> dict[str, Tensor]:
-    """``out`` by parameter name, checked."""
+    """Where the results go, by parameter name in the order of ``params``: ``out``, checked, or new tensors."""
     if out is None:
-        return {}
+        return {n: torch.empty((batch, *p.shape), dtype=p.dtype, device=p.device) for n, p in params.items()}
     given = dict(out) if isinstance(out, Mapping) else {str(i): t for i, t in enumerate(out)}
     if set(given) != set(params):
-        raise ValueError(f"out must hold one buffer per parameter: expected {sorted(params)}, got {sorted(given)}")
-    for name, buffer in given.items():
-        p = params[name]
-        expected = (batch, *p.shape)
+        raise ValueError(f"out must hold one buffer per parameter: expected {list(params)}, got {list(given)}")
+    for name, p in params.items():
+        buffer, expected = given[name], (batch, *p.shape)
+        if not isinstance(buffer, Tensor):
+            raise TypeError(f"out[{name!r}] must be a tensor of shape {expected}, not {type(buffer).__name__}")
         if tuple(buffer.shape) != expected or buffer.dtype != p.dtype or buffer.device != p.device:
             raise ValueError(
                 f"out[{name!r}] must be {expected} {p.dtype} on {p.device}, "
                 f"but is {tuple(buffer.shape)} {buffer.dtype} on {buffer.device}"
             )
-    return given
-
-
-def _stack(factor: Factor | None, p: Tensor, batch: int, out: Tensor | None) -> Tensor:
-    """(B, *shape) of one parameter, in its own dtype."""
-    with torch.no_grad():
-        if factor is None:
-            return torch.zeros((batch, *p.shape), dtype=p.dtype, device=p.device) if out is None else out.zero_()
-        if out is not None:
-            return factor.stack(out)
-        result = factor.stack()
-        return result if result.dtype == p.dtype else result.to(p.dtype)
+    return {name: given[name] for name in params}

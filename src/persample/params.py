@@ -14,10 +14,10 @@ T = TypeVar("T")
 def named(params: Params) -> dict[str, Tensor]:
     """The trainable leaf tensors of ``params`` by name; positions serve as names in a sequence."""
     if isinstance(params, nn.Module):
-        found = {name: p for name, p in params.named_parameters() if p.requires_grad}
+        found: dict[str, Tensor] = {name: p for name, p in params.named_parameters() if p.requires_grad}
     elif isinstance(params, Mapping):
         found = {name: p for name, p in params.items() if _checked(p, repr(name)).requires_grad}
-    elif isinstance(params, Sequence) and not isinstance(params, (str, bytes)):
+    elif isinstance(params, Sequence):
         found = {str(i): _trainable(p, f"params[{i}]") for i, p in enumerate(params)}
     else:
         raise TypeError(
@@ -54,8 +54,8 @@ def _refuse_hooks(p: Tensor, name: str) -> None:
     """A tensor hook would change the gradient of the sum, which is never computed here."""
     if p._backward_hooks:
         raise ValueError(
-            f"parameter {name!r} has hooks (register_hook), which see only gradients summed over the batch and would be "
-            f"passed over: remove them, or apply the same function to the per-sample gradients"
+            f"parameter {name!r} has hooks (register_hook), which see only gradients summed over the batch and would "
+            f"be passed over: remove them, or apply the same function to the per-sample gradients"
         )
 
 

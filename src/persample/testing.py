@@ -51,7 +51,13 @@ class Report:
 
     def __str__(self) -> str:
         lines = [
-            (row.name, str(row.shape), f"{row.magnitude:.3g}", f"{row.error:.2e}", "ok" if row.ok else "WRONG")
+            (
+                row.name,
+                str(row.shape),
+                f"{row.magnitude:.3g}",
+                f"{row.error:.2e}",
+                "ok" if row.ok else "WRONG",
+            )
             for row in self.rows
         ]
         verdict = "all agree" if self.ok else f"{sum(not row.ok for row in self.rows)} WRONG"
@@ -68,9 +74,7 @@ class Report:
 def definition(losses: Tensor, params: Params) -> dict[str, Tensor]:
     """Per-sample gradients by one ordinary backward per sample: slow, and right by definition; keeps the graph."""
     tensors = named(params)
-    stacks = {
-        name: torch.zeros((len(losses), *p.shape), dtype=p.dtype, device=p.device) for name, p in tensors.items()
-    }
+    stacks = {name: torch.zeros((len(losses), *p.shape), dtype=p.dtype, device=p.device) for name, p in tensors.items()}
     for i, loss in enumerate(losses.unbind()):
         rows = torch.autograd.grad(loss, list(tensors.values()), retain_graph=True, allow_unused=True)
         for stack, row in zip(stacks.values(), rows, strict=True):

@@ -61,6 +61,7 @@ def _assert_result(result: dict[str, Any]) -> None:
     assert result["probed_nodes"] == 0, "an ordinary network needs no probe"
     assert result["warnings"] == [], "an ordinary network takes no slow path"
     assert result["rounds"] == 2
+    assert result["others"] is None or result["others"] >= 0
     assert result["extra_bytes"] is None
     assert set(result["methods"]) == set(METHODS)
     for method in result["methods"].values():

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from .flows import FLOWS
-from .flows.shapes import SECTIONS
 from .flows.products import LETTERS
 from .flows.registry import whole
+from .flows.shapes import SECTIONS
 from .invoke import is_compiled, is_python
 from .layout import Block, Layout, join
 from .probe import probe_node, probe_slots
@@ -84,9 +84,7 @@ class _Assignment:
             self.map.flows[site.node, k] = fate
             self._merge(slot, fate)
 
-    def _by_data(
-        self, site: Site, k: int, slot: Slot, layouts: Sequence[Layout | None], asked: list[Fate]
-    ) -> Fate:
+    def _by_data(self, site: Site, k: int, slot: Slot, layouts: Sequence[Layout | None], asked: list[Fate]) -> Fate:
         """Sizes and dims did not decide: is it a weight, and if not, what do this call's numbers say?"""
         if site.is_weight(k):
             return Flow.SHARED
@@ -100,12 +98,12 @@ class _Assignment:
         return asked[k]
 
     def _look_again(self, slot: Slot) -> Fate:
-        """Random cotangents show that samples could meet here; do those of this call, or are they kept apart by zeros?"""
+        """Samples could meet here, random cotangents say; do they in this call, or are they kept apart by zeros?"""
         if self.tape.reaches(slot[0], is_compiled):
             return Flow.MIXED
         fate = self.settled[slot] = probe_slots(self.tape, self.losses, [slot])[slot]
         if fate is not None:
-            self.map.cotangents[slot] = fate  # type: ignore[assignment]
+            self.map.cotangents[slot] = fate
         return fate
 
     def _by_rule(self, site: Site, k: int, layouts: Sequence[Layout | None]) -> Fate:

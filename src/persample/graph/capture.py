@@ -76,6 +76,11 @@ def capture(
     losses: Tensor, params: Mapping[str, Tensor], *, retain_graph: bool, independent: bool = False
 ) -> dict[str, Factor | None]:
     """Every parameter's factor; None for parameters that the losses do not reach."""
+    if losses.grad_fn is None:
+        return {
+            name: Masked(torch.ones_like(p), torch.arange(len(p)), len(p)) if p is losses else None
+            for name, p in params.items()
+        }
     if len(losses) == 1:
         return _whole(losses, params, retain_graph)
     found = plan(losses, list(params.values()))
@@ -159,7 +164,7 @@ class Capture:
 
     def _take_requested(self, cotangents: dict[Slot, Tensor]) -> None:
         for slot in self.plan.requested:
-            node, nr = slot
+            node = slot[0]
             if is_leaf(node):
                 if slot in cotangents:
                     layout = self.map.cotangents[slot]
@@ -197,7 +202,7 @@ class Capture:
 
     def _by_rule(self, use: Use) -> Factor | None:
         flow = self.map.flows[use.site.node, use.k]
-        if not isinstance(flow, Flow):
+        if isinstance(flow, Layout):
             return self._separable_edge(use, flow)
         if is_python(use.site.node):
             return None
@@ -213,7 +218,11 @@ class Capture:
         return _masked(sum_to(value, use.target, use.site.metadata(use.k).dtype), flow)
 
     def _fall_back(
-        self, site: Site, outputs: list[int], cotangents: Sequence[Tensor | None], layouts: Sequence[Layout | None]
+        self,
+        site: Site,
+        outputs: list[int],
+        cotangents: Sequence[Tensor | None],
+        layouts: Sequence[Layout | None],
     ) -> None:
         for k in outputs:
             self._warn(site, k)

@@ -14,12 +14,76 @@ from .site import Site
 
 # Node types whose backward was seen to give the same numbers under vmap as in a loop (tests/graph/test_fallback.py).
 VMAP = frozenset(
-    """
-    Add Sub Rsub Mul Div Neg Pow Exp Log Sqrt Rsqrt Reciprocal Tanh Sigmoid Relu Gelu Silu Softplus LeakyRelu Elu Sin Cos
-    Abs Clamp Where Sum Mean Var Std LinalgVectorNorm Norm Softmax LogSoftmax Cumsum Mm Addmm Bmm Baddbmm Mv Dot
-    T Transpose Permute View UnsafeView ReshapeAlias Expand Unsqueeze Squeeze Slice Select Cat Stack Clone ToCopy
-    IndexSelect Gather NativeLayerNorm Tril Triu Diagonal Repeat Flip Roll Split SplitWithSizes Unbind MaskedFill
-    """.split()
+    [
+        "Add",
+        "Sub",
+        "Rsub",
+        "Mul",
+        "Div",
+        "Neg",
+        "Pow",
+        "Exp",
+        "Log",
+        "Sqrt",
+        "Rsqrt",
+        "Reciprocal",
+        "Tanh",
+        "Sigmoid",
+        "Relu",
+        "Gelu",
+        "Silu",
+        "Softplus",
+        "LeakyRelu",
+        "Elu",
+        "Sin",
+        "Cos",
+        "Abs",
+        "Clamp",
+        "Where",
+        "Sum",
+        "Mean",
+        "Var",
+        "Std",
+        "LinalgVectorNorm",
+        "Norm",
+        "Softmax",
+        "LogSoftmax",
+        "Cumsum",
+        "Mm",
+        "Addmm",
+        "Bmm",
+        "Baddbmm",
+        "Mv",
+        "Dot",
+        "T",
+        "Transpose",
+        "Permute",
+        "View",
+        "UnsafeView",
+        "ReshapeAlias",
+        "Expand",
+        "Unsqueeze",
+        "Squeeze",
+        "Slice",
+        "Select",
+        "Cat",
+        "Stack",
+        "Clone",
+        "ToCopy",
+        "IndexSelect",
+        "Gather",
+        "NativeLayerNorm",
+        "Tril",
+        "Triu",
+        "Diagonal",
+        "Repeat",
+        "Flip",
+        "Roll",
+        "Split",
+        "SplitWithSizes",
+        "Unbind",
+        "MaskedFill",
+    ]
 )
 
 
@@ -30,7 +94,11 @@ def one_hot_cotangents(g: Tensor, layout: Layout) -> Iterable[Tensor]:
 
 
 def push_masked(
-    site: Site, cotangents: Sequence[Tensor | None], layouts: Sequence[Layout | None], batch: int, wanted: Sequence[int]
+    site: Site,
+    cotangents: Sequence[Tensor | None],
+    layouts: Sequence[Layout | None],
+    batch: int,
+    wanted: Sequence[int],
 ) -> dict[int, Tensor]:
     """(B, *target) for every wanted output of a separable node."""
     lanes = [
@@ -41,9 +109,7 @@ def push_masked(
     return _loop(site, rows, batch, wanted)
 
 
-def push_stacked(
-    site: Site, stacks: Sequence[Tensor | None], batch: int, wanted: Sequence[int]
-) -> dict[int, Tensor]:
+def push_stacked(site: Site, stacks: Sequence[Tensor | None], batch: int, wanted: Sequence[int]) -> dict[int, Tensor]:
     """(B, *target) for every wanted output of a node whose cotangents are (B, *shape)."""
     if site.name in VMAP and not is_python(site.node) and not in_checkpoint(site.node):
         return _vmapped(site, stacks, wanted)
@@ -62,9 +128,7 @@ def _vmapped(site: Site, stacks: Sequence[Tensor | None], wanted: Sequence[int])
     return dict(zip(wanted, torch.vmap(one)(*live), strict=True))
 
 
-def _loop(
-    site: Site, rows: Iterable[Sequence[Tensor | None]], batch: int, wanted: Sequence[int]
-) -> dict[int, Tensor]:
+def _loop(site: Site, rows: Iterable[Sequence[Tensor | None]], batch: int, wanted: Sequence[int]) -> dict[int, Tensor]:
     results: dict[int, Tensor] = {}
     for i, row in enumerate(rows):
         outputs = call(site.node, row, site.edges)

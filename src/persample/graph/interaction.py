@@ -27,7 +27,9 @@ def interactions(tape: Tape, map: Map) -> list[str]:
     if suspects:
         sources, partly = _sources(tape, map), _partly_separable(map)
         for node in suspects:
-            mixed = node in partly or any(map.cotangents.get((node, nr)) is Flow.MIXED for nr in range(len(tape.shapes(node))))
+            mixed = node in partly or any(
+                map.cotangents.get((node, nr)) is Flow.MIXED for nr in range(len(tape.shapes(node)))
+            )
             if (mixed and tape.reaches(node, tape.fed.__contains__)) or _holds_batch_data(map, node):
                 found.update(dict.fromkeys(sources[node]))
     return list(found)

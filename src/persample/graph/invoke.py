@@ -7,17 +7,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from .layout import Shape
-from .saved import in_checkpoint, in_own_task, scratch_restored
+from .saved import in_backward, in_checkpoint, in_own_task, is_custom, metadata, scratch_restored
 from .tape import Slot
 
 
 def is_python(node: Node) -> bool:
     """A custom ``autograd.Function`` or a compiled region: its backward may be anything."""
-    return isinstance(node, BackwardCFunction) or "CppNode" in node.name()
+    return is_custom(node) or "CppNode" in node.name()
 
 
 def is_compiled(node: Node) -> bool:
@@ -33,14 +32,16 @@ def call(node: Node, cotangents: Sequence[Tensor | None], edges: Sequence[Slot |
     """
     if is_compiled(node):
         return _call_compiled(node, cotangents, edges)
-    if torch._C._current_graph_task_id() == -1 and not in_checkpoint(node):
+    if not (in_backward() or in_checkpoint(node)):
         return _call(node, cotangents, edges)
     outputs: list[list[Tensor | None]] = []
     in_own_task(lambda: outputs.append(_call(node, cotangents, edges)))
     return outputs[0]
 
 
-def _call_compiled(node: Node, cotangents: Sequence[Tensor | None], edges: Sequence[Slot | None]) -> list[Tensor | None]:
+def _call_compiled(
+    node: Node, cotangents: Sequence[Tensor | None], edges: Sequence[Slot | None]
+) -> list[Tensor | None]:
     outputs: list[Tensor | None] = []
 
     def run() -> None:
@@ -53,18 +54,17 @@ def _call_compiled(node: Node, cotangents: Sequence[Tensor | None], edges: Seque
 
 def _call(node: Node, cotangents: Sequence[Tensor | None], edges: Sequence[Slot | None]) -> list[Tensor | None]:
     with torch.no_grad():
-        if isinstance(node, BackwardCFunction):
+        if is_custom(node):
             return _call_python(node, cotangents, len(edges))
-        result = node(*cotangents)
+        result = node(*cotangents)  # type: ignore[operator]
     return [result] if isinstance(result, Tensor) or result is None else list(result)
 
 
 def _call_python(node: Any, cotangents: Sequence[Tensor | None], count: int) -> list[Tensor | None]:
     """A Python node returns one value per forward argument; its edges are the tensor arguments that need one."""
-    metadata = node._input_metadata
     filled = [
         torch.zeros(m.shape, dtype=m.dtype, device=m.device) if g is None else g
-        for g, m in zip(cotangents, metadata, strict=True)
+        for g, m in zip(cotangents, metadata(node), strict=True)
     ]
     result = node.apply(*filled)
     values = [result] if isinstance(result, Tensor) or result is None else list(result)

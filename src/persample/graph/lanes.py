@@ -44,7 +44,9 @@ class Lanes:
                 return t.reshape(self.batch, self.b, *rest)
             if self.b == 1:
                 return t.reshape(self.a, self.batch, *rest).transpose(0, 1)
-            return t.reshape(self.a, self.batch, self.b, *rest).transpose(0, 1).reshape(self.batch, self.a * self.b, *rest)
+            return (
+                t.reshape(self.a, self.batch, self.b, *rest).transpose(0, 1).reshape(self.batch, self.a * self.b, *rest)
+            )
         order = self.order().to(t.device)
         picked = t.index_select(0, order.clamp(min=0).reshape(-1)) if len(t) else t.new_zeros(order.numel(), *rest)
         picked = picked.reshape(*order.shape, *rest)
@@ -92,7 +94,7 @@ def sum_per_sample(t: Tensor, layout: Layout, target: Shape) -> Tensor:
     if parts is None or varying[0] not in reduced:
         return _sum_labelled(t, layout, reduced, varying, target)
     (dim,), (a, b) = varying, parts
-    wide = t.unflatten(dim, (a, layout.batch, b))
+    wide: Tensor = t.unflatten(dim, (a, layout.batch, b))
     over = [d for d in reduced if d < dim] + [dim, dim + 2] + [d + 2 for d in reduced if d > dim]
     over = [d for d in over if wide.shape[d] != 1]
     kept = wide.sum(over, keepdim=True) if over else wide

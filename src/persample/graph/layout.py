@@ -116,19 +116,16 @@ def carry(layout: Layout, shape: Shape, to_shape: Shape, to_dims: Sequence[int |
         quick = _carry_block(layout, shape, to_shape, tuple(to_dims))
         if quick is not None:
             return quick
-    if any(to_dims[d] is None or to_shape[to_dims[d]] != shape[d] for d in sample_dims(layout, shape)):
-        return None
+    for d in sample_dims(layout, shape):
+        there = to_dims[d]
+        if there is None or to_shape[there] != shape[d]:
+            return None
     index = labels(layout, shape)
     moved = [(to, d) for d, to in enumerate(to_dims) if to is not None and index.shape[d] != 1]
     index = index.permute([d for _, d in sorted(moved)] + [d for d in range(len(shape)) if index.shape[d] == 1])
-    sizes = dict(moved_sizes(moved, shape))
+    sizes = {to: shape[d] for to, d in moved}
     index = index.reshape([sizes.get(e, 1) for e in range(len(to_shape))])
     return simplify(index, to_shape, layout.batch)
-
-
-def moved_sizes(moved: Sequence[tuple[int, int]], shape: Shape) -> list[tuple[int, int]]:
-    """Pairs (new dim, its size)."""
-    return [(to, shape[d]) for to, d in moved]
 
 
 def reshape(layout: Layout, shape: Shape, to_shape: Shape) -> Layout:

@@ -20,6 +20,7 @@ from torch.autograd.graph import GradientEdge
 
 from .invoke import call
 from .layout import NOBODY, Block, Labels, Layout, Shape, carry, labels, simplify, strides
+from .saved import metadata
 from .site import Fate, Flow, Site
 from .tape import Slot, Tape
 
@@ -27,21 +28,19 @@ _Outputs = Sequence[Tensor | None]
 _OWN: Shape = (-1,)  # in place of a target's shape: whatever the output's own shape is
 
 
-def probe_node(
-    site: Site, layouts: Sequence[Layout | None], batch: int, *, summed: bool = True
-) -> list[Fate]:
+def probe_node(site: Site, layouts: Sequence[Layout | None], batch: int, *, summed: bool = True) -> list[Fate]:
     """The fate of every output of a linear node, from random cotangents with these layouts.
 
     ``summed=False`` asks about outputs as the node returns them, before the engine sums over broadcast dims.
     """
-    metadata = site.node._input_metadata  # type: ignore[attr-defined]
+    about = metadata(site.node)
     given: list[tuple[Tensor, Tensor] | None] = []
     for nr, layout in enumerate(layouts):
         if layout is None:
             given.append(None)
             continue
-        mark = labels(layout, site.shapes[nr], metadata[nr].device)
-        noise = _noise(site.shapes[nr], metadata[nr].dtype, metadata[nr].device)
+        mark = labels(layout, site.shapes[nr], about[nr].device)
+        noise = _noise(site.shapes[nr], about[nr].dtype, about[nr].device, seed=nr)
         given.append((noise.masked_fill(mark == NOBODY, 0) if isinstance(layout, Labels) else noise, mark))
 
     def run(scale: Callable[[Tensor], Tensor] | None) -> _Outputs:
@@ -50,7 +49,7 @@ def probe_node(
 
     targets = [None if slot is None else site.target(k) if summed else _OWN for k, slot in enumerate(site.edges)]
     guesses = [None if shape is None else _guess(site.shapes, layouts, shape) for shape in targets]
-    return _ask(run, targets, batch, base=_base(metadata[0].dtype), guesses=guesses)
+    return _ask(run, targets, batch, base=_base(about[0].dtype), guesses=guesses)
 
 
 def _guess(shapes: Sequence[Shape], layouts: Sequence[Layout | None], target: Shape) -> Layout | None:
@@ -81,11 +80,12 @@ def _plain(t: Tensor | None) -> Tensor | None:
     return None if t is None else (t.to_dense() if t.is_sparse else t).resolve_conj().resolve_neg()
 
 
-def _noise(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _noise(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Tensor:
     """Numbers between 1 and 2, random but for a period that no op has reason to follow; the user's generator rests."""
     period, count = 65537, prod(shape)
-    generator = torch.Generator().manual_seed(0)
-    line = torch.rand(min(period, count), generator=generator, dtype=torch.float64).add_(1).to(device, dtype)
+    generator = torch.Generator().manual_seed(seed)
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    line = torch.rand(min(period, count), generator=generator, dtype=wide).add_(1).to(device, dtype)
     return line.repeat(-(-count // period))[:count].reshape(shape) if count else line.reshape(shape)
 
 
@@ -169,17 +169,14 @@ def fit(index: Tensor, shape: Shape, batch: int, poisoned: bool = False) -> Layo
 
     An unknown element is zero and may stay nobody's; NaN must go to somebody, so only a regular pattern will do then.
     """
-    regular = [lambda: _fit_block(index, shape, batch)]
-    explicit = [
-        lambda first=first, width=width: _fit_dims(index, shape, batch, range(first, first + width))
-        for width in (1, 2)
-        for first in range(len(shape) - width + 1)
-    ]
-    for attempt in regular if poisoned else [*explicit, *regular]:
-        found = attempt()
-        if found is not None:
-            return found
-    return Flow.MIXED if poisoned else Labels(batch, index)
+    if not poisoned:
+        for width in (1, 2):
+            for first in range(len(shape) - width + 1):
+                found = _fit_dims(index, shape, batch, range(first, first + width))
+                if found is not None:
+                    return found
+    block = _fit_block(index, shape, batch)
+    return block or (Flow.MIXED if poisoned else Labels(batch, index))
 
 
 def _fit_block(index: Tensor, shape: Shape, batch: int) -> Block | None:

@@ -10,14 +10,15 @@ for the engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch._functorch.config
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 _UNSIGNED = 1 << 64
@@ -43,6 +44,22 @@ def value(node: Node, name: str) -> Any:
     return getattr(node, f"_saved_{name}")
 
 
+def metadata(node: Node) -> Sequence[Any]:
+    """Shape, dtype and device of each of a node's cotangents."""
+    found: Sequence[Any] = node._input_metadata
+    return found
+
+
+def in_backward() -> bool:
+    """Is this thread inside a backward?"""
+    return torch._C._current_graph_task_id() != -1
+
+
+def is_custom(node: object) -> TypeGuard[BackwardCFunction]:
+    """A node written in Python: a custom ``autograd.Function`` or a compiled region."""
+    return isinstance(node, BackwardCFunction)
+
+
 def has(node: Node, name: str) -> bool:
     """Was something saved under this name?"""
     return hasattr(node, f"_saved_{name}")
@@ -55,17 +72,18 @@ def tensor(node: Node, name: str) -> Tensor | None:
 
 
 # Saved under these names are a forward op's operands; under others, its results and options.
-_OPERANDS = tuple(
-    "self other input mat1 mat2 batch1 batch2 mat vec i1 i3 query key value tensor1 tensor2 x1 x2 src source".split()
-)
+_OPERANDS = """
+self other input mat1 mat2 batch1 batch2 mat vec i1 i3 query key value tensor1 tensor2 x1 x2 src source
+"""
 
 
 def constants(node: Node) -> list[Tensor]:
     """Saved operands that carry no gradient: data, as opposed to weights and what was computed from them."""
-    if isinstance(node, torch.autograd.function.BackwardCFunction):
+    found: list[object]
+    if is_custom(node):
         found = list(node.saved_tensors)
     else:
-        found = [getattr(node, f"_saved_{name}", None) for name in _OPERANDS]
+        found = [getattr(node, f"_saved_{name}", None) for name in _OPERANDS.split()]
     return [t for t in found if isinstance(t, Tensor) and not t.requires_grad]
 
 
@@ -111,8 +129,8 @@ def in_own_task(fn: Callable[[], None], *, keep_graph: bool = False) -> None:
     It is a plain ``backward()``, which prunes nothing: nodes called by ``fn`` compute all their outputs.
     """
     with torch.enable_grad():
-        result: Tensor = _Task.apply(torch.zeros((), requires_grad=True), fn)  # type: ignore[no-untyped-call]
-    result.backward(retain_graph=keep_graph)  # type: ignore[no-untyped-call]
+        result: Tensor = _Task.apply(torch.zeros((), requires_grad=True), fn)
+    result.backward(retain_graph=keep_graph)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from torch.autograd.graph import Node
 
 from . import saved
 from .layout import Layout, Shape
-from .tape import Slot, Tape, is_leaf, op_name
+from .tape import Slot, Tape, op_name
 
 
 class Flow(Enum):
@@ -48,7 +48,7 @@ class Site:
         """Shape, dtype and device of the tensor whose gradient is backward output k."""
         slot = self.edges[k]
         assert slot is not None
-        return slot[0]._input_metadata[slot[1]]  # type: ignore[attr-defined]
+        return saved.metadata(slot[0])[slot[1]]
 
     def targets(self) -> list[tuple[int, Slot]]:
         """The backward outputs that lead to requested parameters."""
@@ -112,29 +112,210 @@ class Site:
         )
 
 
-WEIGHT_VIEWS = frozenset("T Transpose Permute View UnsafeView ReshapeAlias Unsqueeze Squeeze ToCopy Clone Alias".split())
+WEIGHT_VIEWS = frozenset(
+    [
+        "T",
+        "Transpose",
+        "Permute",
+        "View",
+        "UnsafeView",
+        "ReshapeAlias",
+        "Unsqueeze",
+        "Squeeze",
+        "ToCopy",
+        "Clone",
+        "Alias",
+    ]
+)
 
 # Elementwise ops: the result has the operands' shape, but for broadcasting.
 POINTWISE = frozenset(
-    """
-    Abs Acos Acosh Add Addcdiv Addcmul Alias Angle Asin Asinh Atan Atan2 Atanh Bernoulli BinaryCrossEntropy
-    BinaryCrossEntropyWithLogits Ceil Celu Clamp ClampMax ClampMin Clone Complex Conj ConjPhysical Copysign Copy
-    CopyBackwards Cos Cosh Deg2Rad Detach Digamma Div Elu Erf Erfc Erfinv Exp Exp2 Expand Expm1 Fill Floor Fmax Fmin
-    Fmod Frac FusedDropout Gelu Hardshrink Hardsigmoid Hardswish Hardtanh HuberLoss Hypot I0 Imag LeakyRelu Ldexp
-    Lerp Lgamma Lift LiftFresh Log Log10 Log1P Log2 Logaddexp Logaddexp2 LogSigmoid Logit MaskedFill Maximum Minimum
-    Mish MseLoss Mul NanToNum NativeDropout Neg NegView Polar Polygamma Pow PreluKernel Rad2Deg Real Reciprocal Relu
-    Remainder Round RreluWithNoise Rsqrt Rsub Sgn Sigmoid Sign Silu Sin Sinc Sinh SmoothL1Loss SoftMarginLoss Softplus
-    Softshrink SpecialEntr SpecialErfcx SpecialI0E SpecialI1 SpecialI1E SpecialLogNdtr SpecialNdtri SpecialXlog1Py
-    SpecialZeta Sqrt StandardGamma Sub Tan Tanh Threshold ToCopy Tril Triu Trunc Where Xlogy Zero
-    EluBackward GeluBackward HardshrinkBackward HardswishBackward HardtanhBackward LeakyReluBackward LogSigmoidBackward
-    MseLossBackward NativeDropoutBackward PreluKernelBackward SigmoidBackward SmoothL1LossBackward SoftplusBackward
-    SoftshrinkBackward TanhBackward ThresholdBackward SiluBackward MishBackward BinaryCrossEntropyBackward HuberLossBackward
-    """.split()
+    [
+        "Abs",
+        "Acos",
+        "Acosh",
+        "Add",
+        "Addcdiv",
+        "Addcmul",
+        "Alias",
+        "Angle",
+        "Asin",
+        "Asinh",
+        "Atan",
+        "Atan2",
+        "Atanh",
+        "Bernoulli",
+        "BinaryCrossEntropy",
+        "BinaryCrossEntropyWithLogits",
+        "Ceil",
+        "Celu",
+        "Clamp",
+        "ClampMax",
+        "ClampMin",
+        "Clone",
+        "Complex",
+        "Conj",
+        "ConjPhysical",
+        "Copysign",
+        "Copy",
+        "CopyBackwards",
+        "Cos",
+        "Cosh",
+        "Deg2Rad",
+        "Detach",
+        "Digamma",
+        "Div",
+        "Elu",
+        "Erf",
+        "Erfc",
+        "Erfinv",
+        "Exp",
+        "Exp2",
+        "Expand",
+        "Expm1",
+        "Fill",
+        "Floor",
+        "Fmax",
+        "Fmin",
+        "Fmod",
+        "Frac",
+        "FusedDropout",
+        "Gelu",
+        "Hardshrink",
+        "Hardsigmoid",
+        "Hardswish",
+        "Hardtanh",
+        "HuberLoss",
+        "Hypot",
+        "I0",
+        "Imag",
+        "LeakyRelu",
+        "Ldexp",
+        "Lerp",
+        "Lgamma",
+        "Lift",
+        "LiftFresh",
+        "Log",
+        "Log10",
+        "Log1P",
+        "Log2",
+        "Logaddexp",
+        "Logaddexp2",
+        "LogSigmoid",
+        "Logit",
+        "MaskedFill",
+        "Maximum",
+        "Minimum",
+        "Mish",
+        "MseLoss",
+        "Mul",
+        "NanToNum",
+        "NativeDropout",
+        "Neg",
+        "NegView",
+        "Polar",
+        "Polygamma",
+        "Pow",
+        "PreluKernel",
+        "Rad2Deg",
+        "Real",
+        "Reciprocal",
+        "Relu",
+        "Remainder",
+        "Round",
+        "RreluWithNoise",
+        "Rsqrt",
+        "Rsub",
+        "Sgn",
+        "Sigmoid",
+        "Sign",
+        "Silu",
+        "Sin",
+        "Sinc",
+        "Sinh",
+        "SmoothL1Loss",
+        "SoftMarginLoss",
+        "Softplus",
+        "Softshrink",
+        "SpecialEntr",
+        "SpecialErfcx",
+        "SpecialI0E",
+        "SpecialI1",
+        "SpecialI1E",
+        "SpecialLogNdtr",
+        "SpecialNdtri",
+        "SpecialXlog1Py",
+        "SpecialZeta",
+        "Sqrt",
+        "StandardGamma",
+        "Sub",
+        "Tan",
+        "Tanh",
+        "Threshold",
+        "ToCopy",
+        "Tril",
+        "Triu",
+        "Trunc",
+        "Where",
+        "Xlogy",
+        "Zero",
+        "EluBackward",
+        "GeluBackward",
+        "HardshrinkBackward",
+        "HardswishBackward",
+        "HardtanhBackward",
+        "LeakyReluBackward",
+        "LogSigmoidBackward",
+        "MseLossBackward",
+        "NativeDropoutBackward",
+        "PreluKernelBackward",
+        "SigmoidBackward",
+        "SmoothL1LossBackward",
+        "SoftplusBackward",
+        "SoftshrinkBackward",
+        "TanhBackward",
+        "ThresholdBackward",
+        "SiluBackward",
+        "MishBackward",
+        "BinaryCrossEntropyBackward",
+        "HuberLossBackward",
+    ]
 )
 
 # Ops that always have data beside their differentiable operand, and those that layers are made of.
-READS = frozenset("Expand Embedding EmbeddingBag Index UnsafeIndex IndexSelect Gather Take MaskedSelect CopySlices".split())
+READS = frozenset(
+    [
+        "Expand",
+        "Embedding",
+        "EmbeddingBag",
+        "Index",
+        "UnsafeIndex",
+        "IndexSelect",
+        "Gather",
+        "Take",
+        "MaskedSelect",
+        "CopySlices",
+    ]
+)
 COMPUTES = frozenset(
-    "Mm Addmm Bmm Baddbmm Addbmm Mv Addmv Dot Trilinear Convolution MkldnnRnnLayer NativeLayerNorm NativeGroupNorm"
-    " NativeBatchNorm FusedRmsNorm ScaledDotProductFlashAttentionForCpu CdistForward EuclideanDist".split()
+    [
+        "Mm",
+        "Addmm",
+        "Bmm",
+        "Baddbmm",
+        "Addbmm",
+        "Mv",
+        "Addmv",
+        "Dot",
+        "Trilinear",
+        "Convolution",
+        "MkldnnRnnLayer",
+        "NativeLayerNorm",
+        "NativeGroupNorm",
+        "NativeBatchNorm",
+        "FusedRmsNorm",
+        "ScaledDotProductFlashAttentionForCpu",
+        "CdistForward",
+        "EuclideanDist",
+    ]
 )

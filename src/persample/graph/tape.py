@@ -10,6 +10,7 @@ from torch.autograd.graph import Node
 
 from .._errors import UnsupportedError
 from .layout import Shape
+from .saved import metadata
 
 Slot = tuple[Node, int]  # a node's cotangent number nr: the gradient of the forward op's output nr
 
@@ -30,13 +31,12 @@ class Tape:
         """The shapes of a node's cotangents."""
         found = self._shapes.get(node)
         if found is None:
-            found = self._shapes[node] = tuple(tuple(m.shape) for m in node._input_metadata)  # type: ignore[attr-defined]
+            found = self._shapes[node] = tuple(tuple(m.shape) for m in metadata(node))
         return found
 
     def shape(self, slot: Slot) -> Shape:
         """The shape of one cotangent."""
         return self.shapes(slot[0])[slot[1]]
-
 
     def reaches(self, node: Node, test: Callable[[Node], bool]) -> bool:
         """Does ``test`` hold for this node or for one below it?"""
@@ -93,8 +93,8 @@ def walk(losses: Tensor, params: Iterable[Tensor]) -> Tape:
         below = children[node] = node.next_functions
         if type(node).__name__ == "CheckpointFunctionBackward":
             raise UnsupportedError(
-                "the graph holds a reentrant checkpoint (torch.utils.checkpoint with use_reentrant=True), which hides the "
-                "ops inside it: use checkpoint(..., use_reentrant=False)"
+                "the graph holds a reentrant checkpoint (torch.utils.checkpoint with use_reentrant=True), which hides "
+                "the ops inside it: use checkpoint(..., use_reentrant=False)"
             )
         if not below and is_leaf(node):
             variable = node.variable  # type: ignore[attr-defined]
@@ -112,8 +112,7 @@ def walk(losses: Tensor, params: Iterable[Tensor]) -> Tape:
             elif child not in children:
                 stack.append((child, False))
     edges = {
-        node: tuple((c, nr) if c is not None and needed[c] else None for c, nr in children[node])
-        for node in after
+        node: tuple((c, nr) if c is not None and needed[c] else None for c, nr in children[node]) for node in after
     }
     after.reverse()
     return Tape((root, losses.output_nr), after, edges, leaves, others, fed)

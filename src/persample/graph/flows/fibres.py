@@ -13,8 +13,8 @@ def leading(shape: Shape, kept: int) -> list[int | None]:
 
 
 @flow(
-    "Softmax SafeSoftmax LogSoftmax Cumsum Cumprod Logcumsumexp Cummax Cummin Sort Topk Glu Renorm Gather Scatter ScatterAdd"
-    " ScatterReduce"
+    "Softmax SafeSoftmax LogSoftmax Cumsum Cumprod Logcumsumexp Cummax Cummin Sort Topk Glu Renorm Gather"
+    " Scatter ScatterAdd ScatterReduce"
 )
 def along_dim(site: Site, k: int, layouts: Layouts) -> Fate:
     """Fibres along one dim."""

@@ -53,3 +53,13 @@ def trilinear(site: Site, k: int, layouts: Layouts) -> Fate:
     if found is not None:
         return found
     return Flow.SHARED if not any(left[d] in own for d in sample_dims(layout, shape)) else Flow.PROBE
+
+
+@flow("GroupedMm")
+def grouped_mm(site: Site, k: int, layouts: Layouts) -> Fate:
+    """Rows of one matrix, each multiplied by the matrix of its group."""
+    layout, shape, target = only(layouts), site.shapes[0], site.target(k)
+    found = carry(layout, shape, target, [0, None]) if k == 0 and len(target) == 2 else None
+    if found is not None:
+        return found
+    return Flow.SHARED if k == 1 and site.is_weight(k) else Flow.PROBE

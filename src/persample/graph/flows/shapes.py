@@ -8,9 +8,20 @@ from ..layout import NOBODY, Labels, Layout, Shape, carry, labels, reshape, samp
 from ..site import Fate, Flow, Site
 from .registry import Layouts, flow, keep, only
 
-
 # Ops that read part of a tensor: what they did not read is nobody's, even when all they read is one sample's.
-SECTIONS = frozenset("Slice Select Split UnsafeSplit SplitWithSizes UnsafeSplitWithSizes Unbind Index IndexSelect".split())
+SECTIONS = frozenset(
+    [
+        "Slice",
+        "Select",
+        "Split",
+        "UnsafeSplit",
+        "SplitWithSizes",
+        "UnsafeSplitWithSizes",
+        "Unbind",
+        "Index",
+        "IndexSelect",
+    ]
+)
 
 
 @flow("View UnsafeView ReshapeAlias Squeeze Unsqueeze ReshapeCopy MkldnnReshape")
@@ -157,7 +168,5 @@ def rearranged(site: Site, k: int, layouts: Layouts) -> Fate:
         return keep(layout, shape, target, [None if d in padded else d for d in range(n)])
     if site.name == "Repeat":
         repeats, offset = site.numbers("repeats"), n - len(target)
-        return keep(
-            layout, shape, target, [d - offset if d >= offset and repeats[d] == 1 else None for d in range(n)]
-        )
+        return keep(layout, shape, target, [d - offset if d >= offset and repeats[d] == 1 else None for d in range(n)])
     return Flow.PROBE

@@ -8,4 +8,15 @@ from . import broadcast, convolutions, norms, products, recurrent, tables
 from .broadcast import opaque
 from .registry import RULES, Use, rule
 
-__all__ = ["RULES", "Use", "broadcast", "convolutions", "norms", "opaque", "products", "recurrent", "rule", "tables"]
+__all__ = [
+    "RULES",
+    "Use",
+    "broadcast",
+    "convolutions",
+    "norms",
+    "opaque",
+    "products",
+    "recurrent",
+    "rule",
+    "tables",
+]

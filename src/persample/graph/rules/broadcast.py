@@ -46,7 +46,7 @@ def _operand_gradient(use: Use) -> Tensor | None:
 
 
 def opaque(use: Use) -> Factor | None:
-    """A linear node without a rule whose output is still to be summed over broadcast dims: ask whose its elements are."""
+    """A linear node without a rule, its output not yet summed over broadcast dims: ask whose its elements are."""
     site, k = use.site, use.k
     value = call(site.node, use.cotangents, site.edges)[k]
     if value is None or value.is_sparse or tuple(value.shape) == use.target:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 from torch import Tensor
 
@@ -52,7 +54,7 @@ def group_norm(use: Use) -> Factor | None:
         return _affine(use, None, channels)
     x, mean, rstd = site.tensor("input"), site.tensor("result1"), site.tensor("result2")
     groups = site.number("group")
-    grouped = x.reshape(len(x), groups, -1)
+    grouped = x.reshape(len(x), groups, prod(x.shape[1:]) // groups)
     normalised = (grouped - mean.reshape(len(x), groups, 1)) * rstd.reshape(len(x), groups, 1)
     return _affine(use, normalised.reshape(x.shape).to(g.dtype), channels)
 

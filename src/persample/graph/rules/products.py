@@ -113,6 +113,25 @@ def _by_product(layout: Layout, *tensors: Tensor) -> tuple[Tensor, ...] | None:
     return tuple(lanes.group(t.flatten(0, 1)).unflatten(0, (layout.batch, n)) for t in tensors)
 
 
+@rule("GroupedMm")
+def grouped_mm(use: Use) -> Factor | None:
+    """Experts on sorted rows: row t of a is multiplied by the matrix of its group, which ends at row offs[group]."""
+    site, g = use.site, use.g
+    ends = site.optional("offs")
+    if use.k != 1 or ends is None or g.ndim != 2 or len(use.target) != 3:
+        return None
+    mark = labels(use.layout, tuple(g.shape))
+    if mark.shape[1] != 1:
+        return None
+    groups = len(ends)
+    group = torch.bucketize(torch.arange(len(g)), ends.to("cpu", torch.int64), right=True)
+    mark = mark.squeeze(1).expand(len(g))
+    mark = torch.where((mark < 0) | (group >= groups), -1, mark * groups + group.clamp(max=groups - 1))
+    lanes = Lanes(use.batch * groups, 0, 0, mark)
+    x, dy = (lanes.group(t).unflatten(0, (use.batch, groups)) for t in (site.tensor("self"), g))
+    return Outer(x, dy)
+
+
 @rule("Addbmm")
 def addbmm(use: Use) -> Factor | None:
     """result = beta · bias + alpha · Σ_n a_n @ b_n: one cotangent for all products."""

@@ -48,7 +48,12 @@ def _replayed(use: Use) -> tuple[Tensor, Tensor]:
         weights = (site.tensor("weight0"), site.tensor("weight1"))
         states = (site.tensor("hx_"), site.tensor("cx_"))
         layer = LstmLayer(
-            site.tensor("input"), *states, *weights, biases, site.tensor("result0"), bool(site.value("reverse"))
+            site.tensor("input"),
+            *states,
+            *weights,
+            biases,
+            site.tensor("result0"),
+            bool(site.value("reverse")),
         )
         site.memo["replayed"] = lstm_gate_cotangents(layer, *use.cotangents)
     found: tuple[Tensor, Tensor] = site.memo["replayed"]
