@@ -58,7 +58,7 @@ def test_the_kinds_exist() -> None:
 @pytest.mark.parametrize("fill", FILLS.values(), ids=FILLS)
 @pytest.mark.parametrize("case", KINDS, ids=str)
 def test_garbage_in_a_buffer_does_not_leak(case: Any, fill: Fill) -> None:
-    B = max(case.batches)
+    B = min(B for B in case.batches if B > 1)
     params, forward = case.build(B)
     out = buffers(params, B, fill)
     pointers = [(t.data_ptr(), t.stride()) for t in values(out)]
@@ -103,7 +103,7 @@ def test_results_of_constant_cotangents_can_be_given_back(B: int) -> None:
 @pytest.mark.parametrize("case", KINDS, ids=str)
 def test_results_are_the_callers_own(case: Any) -> None:
     """Changing one in place changes no other one, nor what the graph still needs."""
-    B = max(case.batches)
+    B = min(B for B in case.batches if B > 1)
     params, forward = case.build(B)
     losses = forward()
     want = definition(forward(), params)

@@ -8,13 +8,14 @@ import torch
 from persample.graph.assign import Map
 from persample.graph.capture import Plan
 from persample.graph.flows.pointwise import POINTWISE
-from persample.graph.invoke import call, is_python, sum_to
+from persample.graph.invoke import call, sum_to
 from persample.graph.layout import Layout, labels
 from persample.graph.probe import probe_node
 from persample.graph.saved import in_checkpoint
 from persample.graph.site import Fate, Flow, Site
 from persample.graph.tape import is_leaf
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
 
@@ -87,11 +88,16 @@ def _seen_before(site: Site, layouts: Sequence[Layout | None]) -> bool:
 
 def _separable(map: Map) -> Iterator[tuple[Site, Sequence[Layout | None]]]:
     for node, site in map.sites.items():
-        if node in map.batched or is_leaf(node) or is_python(node) or in_checkpoint(node):
+        if node in map.batched or is_leaf(node) or not _built_in(node) or in_checkpoint(node):
             continue
         layouts = map.layouts(node)
         if any(layout is not None for layout in layouts):
             yield site, layouts
+
+
+def _built_in(node: Node) -> bool:
+    """Linear in its cotangents, so that it may be asked with any."""
+    return not isinstance(node, BackwardCFunction) and "CppNode" not in node.name()
 
 
 def _outputs(site: Site, layouts: Sequence[Layout | None], i: int) -> dict[int, Tensor]:

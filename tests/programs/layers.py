@@ -94,13 +94,13 @@ def layer_norm(w: Program) -> bool:
 @op
 def channel_norm(w: Program) -> bool:
     """Group, instance and (frozen) batch norm."""
-    if not w.images(w.whole(0, 2)) or w.h.numel() < 2:
+    if not w.images(w.whole(0, 2)) or not w.h.numel():
         return False
     channels, kind = w.h.shape[1], w.whole(0, 2)
     scale, shift = w.weight(channels), w.weight(channels)
     w.note(" ", kind, "of", tuple(w.h.shape))
-    if kind == 0:
-        groups = w.pick([g for g in range(1, channels + 1) if channels % g == 0])
+    groups = w.pick([g for g in range(1, channels + 1) if channels % g == 0])
+    if kind == 0 and w.h.numel() > groups:
         w.h = F.group_norm(w.h, groups, scale, shift, eps=0.1)
     elif kind == 1 and w.h.ndim > 2 and w.h[0, 0].numel() > 1:
         w.h = F.instance_norm(w.h, weight=scale, bias=shift, eps=0.1)

@@ -119,7 +119,7 @@ class Program:
         """The last `mixed` dims, which were free, now have other sizes."""
         keep = self.label.ndim - mixed
         label = self.label[(..., *[slice(1)] * mixed)].flatten(keep).select(-1, 0) if mixed else self.label
-        self.label = label.reshape(*label.shape, *[1] * (h.ndim - keep)).expand(h.shape)
+        self.label = label.reshape([*label.shape, *[1] * (h.ndim - keep)]).expand(h.shape)
         self.h = h
         return True
 

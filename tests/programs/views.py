@@ -11,6 +11,8 @@ from .program import Program, op
 
 @op
 def permute(w: Program) -> bool:
+    if w.h.ndim < 2:
+        return False
     order = w.draw(st.permutations(range(w.h.ndim)))
     w.note(" ", order)
     return w.both(lambda t: t.permute(order))

@@ -12,7 +12,7 @@ from .flows import FLOWS
 from .flows.products import LETTERS
 from .flows.registry import whole
 from .flows.shapes import SECTIONS
-from .invoke import is_compiled, is_python
+from .invoke import is_compiled, is_opaque
 from .layout import Block, Layout, join
 from .probe import probe_node, probe_slots
 from .site import Fate, Flow, Site
@@ -66,7 +66,7 @@ class _Assignment:
             states = [cotangents.get((node, nr)) for nr in range(len(site.shapes))]
             if any(isinstance(state, Flow) for state in states):
                 batched.add(node)
-                for _, slot in site.targets():
+                for _, slot in site.outputs:
                     cotangents[slot] = Flow.SHARED
             elif not is_leaf(node) and any(state is not None for state in states):
                 self._flow(site, states)  # type: ignore[arg-type]
@@ -75,7 +75,7 @@ class _Assignment:
     def _flow(self, site: Site, layouts: Sequence[Layout | None]) -> None:
         """Send the layouts of a separable node on to its outputs."""
         asked: list[Fate] = []
-        for k, slot in site.targets():
+        for k, slot in site.outputs:
             fate: Fate = None if site.name in SECTIONS else whole(layouts, len(self.tape.shape(slot)))
             if fate is None:
                 fate = self._by_rule(site, k, layouts)
@@ -89,12 +89,13 @@ class _Assignment:
         if site.is_weight(k):
             return Flow.SHARED
         self.map.probed.add(site.node)
-        if is_python(site.node) and not is_compiled(site.node):
+        if is_opaque(site.node) and not is_compiled(site.node):
             return self._by_backward()[slot]
         if not asked:
             asked += probe_node(site, layouts, self.map.batch)
         if asked[k] is Flow.MIXED:
-            return Flow.SHARED if site.name in LETTERS else self._look_again(slot)
+            shared = site.name in LETTERS and self.map.batch not in site.target(k)
+            return Flow.SHARED if shared else self._look_again(slot)
         return asked[k]
 
     def _look_again(self, slot: Slot) -> Fate:
@@ -108,7 +109,7 @@ class _Assignment:
 
     def _by_rule(self, site: Site, k: int, layouts: Sequence[Layout | None]) -> Fate:
         rule = FLOWS.get(site.name)
-        if rule is None or is_python(site.node):
+        if rule is None or is_opaque(site.node):
             return Flow.PROBE
         return rule(site, k, layouts)
 
@@ -118,7 +119,7 @@ class _Assignment:
             slots = {
                 slot
                 for node in self.tape.order
-                if is_python(node) and not is_compiled(node)
+                if is_opaque(node) and not is_compiled(node)
                 for slot in self.tape.edges[node]
                 if slot is not None and not is_leaf(slot[0])
             }

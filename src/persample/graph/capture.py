@@ -22,7 +22,7 @@ from . import saved
 from .assign import Map, assign
 from .fallback import push_masked
 from .interaction import interactions
-from .invoke import call, is_python, sum_to
+from .invoke import call, is_opaque, sum_to
 from .layout import Layout, labels
 from .pullback import pull
 from .rules import RULES, Use, opaque
@@ -54,7 +54,7 @@ def plan(losses: Tensor, params: Sequence[Tensor]) -> Plan:
             found.requested.append((node, 0))
             inner.add(node)
             continue
-        outputs = found.map.sites[node].targets()
+        outputs = found.map.sites[node].outputs
         crossing = [k for k, slot in outputs if slot[0] in found.map.batched and _flows(found.map, node, k)]
         going_on = any(slot[0] in inner for _, slot in outputs)
         if crossing:
@@ -204,7 +204,7 @@ class Capture:
         flow = self.map.flows[use.site.node, use.k]
         if isinstance(flow, Layout):
             return self._separable_edge(use, flow)
-        if is_python(use.site.node):
+        if is_opaque(use.site.node):
             return None
         fast = RULES.get(use.site.name)
         factor = None if fast is None else fast(use)

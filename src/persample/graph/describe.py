@@ -44,7 +44,7 @@ def in_words(layout: Layout | None, shape: Shape) -> str:
 
 def describe(losses: Tensor, params: Mapping[str, Tensor]) -> tuple[list[Handling], list[str]]:
     """Every use of every parameter, and the ops in which samples interact. Runs a backward and keeps the graph."""
-    if len(losses) < 2:
+    if len(losses) < 2 or losses.grad_fn is None:
         return [Handling(name, "", "", "", "one sample or none: an ordinary backward") for name in params], []
     try:
         found = plan(losses, list(params.values()))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from .invoke import call, is_python, sum_to
+from .invoke import call, is_opaque, sum_to
 from .layout import Layout, labels
 from .saved import in_checkpoint
 from .site import Site
@@ -111,7 +111,7 @@ def push_masked(
 
 def push_stacked(site: Site, stacks: Sequence[Tensor | None], batch: int, wanted: Sequence[int]) -> dict[int, Tensor]:
     """(B, *target) for every wanted output of a node whose cotangents are (B, *shape)."""
-    if site.name in VMAP and not is_python(site.node) and not in_checkpoint(site.node):
+    if site.name in VMAP and not is_opaque(site.node) and not in_checkpoint(site.node):
         return _vmapped(site, stacks, wanted)
     rows = ([None if s is None else s[i] for s in stacks] for i in range(batch))
     return _loop(site, rows, batch, wanted)

@@ -12,7 +12,6 @@ from torch.autograd.graph import Node
 from . import saved
 from .assign import Map
 from .flows.fibres import BATCH_NORMS, normalises_batch
-from .flows.products import LETTERS
 from .layout import Labels, Layout, sample_dims
 from .site import COMPUTES, Flow
 from .tape import Tape, is_leaf
@@ -53,7 +52,7 @@ def _sources(tape: Tape, map: Map) -> dict[Node, list[str]]:
     for node in tape.order:
         site = map.sites[node]
         names = found.get(node, []) if node in map.batched else [site.name]
-        for _, (below, _) in site.targets():
+        for _, (below, _) in site.outputs:
             if below in map.batched:
                 listed = found.setdefault(below, [])
                 listed += [name for name in names if name not in listed]
@@ -61,14 +60,15 @@ def _sources(tape: Tape, map: Map) -> dict[Node, list[str]]:
 
 
 def _crossed_rows(tape: Tape, map: Map) -> list[str]:
-    """Products in which one row of an operand serves several samples (a sort along the batch, feature by feature)."""
+    """Ops that take the elements of one row from several samples (a sort along the batch, feature by feature)."""
     found = []
     for node in tape.order:
-        site, layout = map.sites[node], map.cotangents.get((node, 0))
-        if site.name in LETTERS and isinstance(layout, Labels):
-            letters = {LETTERS[site.name][0][d] for d in sample_dims(layout, site.shapes[0])}
-            if letters >= {"i", "j"}:
-                found.append(site.name)
+        site = map.sites[node]
+        for k, _ in site.outputs if node in map.probed else ():
+            fate, before = map.flows[node, k], map.cotangents.get((node, 0))
+            if isinstance(fate, Labels) and isinstance(before, Layout) and site.shapes[0] == site.target(k):
+                spread = len(sample_dims(fate, site.target(k))) > len(sample_dims(before, site.shapes[0]))
+                found += [site.name] if spread else []
     return found
 
 

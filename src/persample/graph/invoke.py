@@ -14,9 +14,15 @@ from .saved import in_backward, in_checkpoint, in_own_task, is_custom, metadata,
 from .tape import Slot
 
 
-def is_python(node: Node) -> bool:
-    """A custom ``autograd.Function`` or a compiled region: its backward may be anything."""
-    return is_custom(node) or "CppNode" in node.name()
+def is_opaque(node: Node) -> bool:
+    """A custom ``autograd.Function``, in Python or C++, or a compiled region: its backward may be anything."""
+    found = _OPAQUE.get(type(node))
+    if found is None:
+        found = _OPAQUE[type(node)] = is_custom(node) or "CppNode" in node.name()
+    return found
+
+
+_OPAQUE: dict[type, bool] = {}
 
 
 def is_compiled(node: Node) -> bool:

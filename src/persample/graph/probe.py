@@ -117,9 +117,13 @@ def _ask(
             continue
         guess = None if guesses is None or shape != tuple(one.shape) else guesses[k]
         mark = None if guess is None else labels(guess, shape, one.device)
-        if mark is not None and all(
-            torch.equal(r, one * power(place)(mark).to(one.dtype))  # type: ignore[arg-type]
-            for r, place in zip(runs, places, strict=True)
+        if (
+            mark is not None
+            and not ((one != 0) & (mark == NOBODY)).any()
+            and all(
+                torch.equal(r, one * power(place)(mark).to(one.dtype))  # type: ignore[arg-type]
+                for r, place in zip(runs, places, strict=True)
+            )
         ):
             fates.append(guess if bool((one != 0).any()) else None)
             continue
@@ -134,7 +138,8 @@ def _digits(one: Tensor, scaled: Tensor, base: int) -> tuple[Tensor, bool]:
     if one.is_complex():
         pairs = zip(torch.view_as_real(one).unbind(-1), torch.view_as_real(scaled).unbind(-1), strict=True)
         (real, real_clean), (imag, imag_clean) = (_digits(o, s, base) for o, s in pairs)
-        return torch.where(one.real != 0, real, imag), real_clean and imag_clean
+        agree = (real == imag) | (one.real == 0) | (one.imag == 0)
+        return torch.where(one.real != 0, real, imag), real_clean and imag_clean and bool(agree.all())
     known = torch.isfinite(one) & (one != 0)
     mantissa, exponent = torch.frexp((scaled.double() / one.double()).where(known, 2.0))
     whole = (mantissa == 0.5) & (exponent >= 2) & (exponent <= base + 1)  # false where the scaled number overflowed

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..factors import Dense, Factor, Outer, View
 from .fallback import push_stacked
+from .flows.shapes import slice_of
 from .layout import Shape
 from .site import Site
 
@@ -79,30 +80,30 @@ def _cast(site: Site, factor: Factor, target: Shape) -> Factor | None:
     return View(factor, target, lambda stack: stack.to(dtype), dtype)
 
 
-@lift("Slice Select")
-def _section(site: Site, factor: Factor, target: Shape) -> Factor | None:
+@lift("Slice")
+def _slice(site: Site, factor: Factor, target: Shape) -> Factor | None:
     dim = site.number("dim") % len(target)
-    if site.name == "Select":
-        start = site.number("index") % target[dim]
-        return View(factor, target, lambda s: _padded(s.unsqueeze(dim + 1), target, dim, start, 1))
-    if site.number("step") != 1:
-        return None
-    first = site.value("start")
-    start = 0 if first is None else site.number("start")
-    start = max(start + target[dim], 0) if start < 0 else start
-    return View(factor, target, lambda s: _padded(s, target, dim, start, s.shape[dim + 1]))
+    where = slice_of(site, target[dim])
+    return View(factor, target, lambda stack: _padded(stack, target, dim, where))
 
 
-def _padded(stack: Tensor, target: Shape, dim: int, start: int, size: int) -> Tensor:
+@lift("Select")
+def _select(site: Site, factor: Factor, target: Shape) -> Factor | None:
+    dim = site.number("dim") % len(target)
+    place = site.number("index") % target[dim]
+    return View(factor, target, lambda stack: _padded(stack.unsqueeze(dim + 1), target, dim, slice(place, place + 1)))
+
+
+def _padded(stack: Tensor, target: Shape, dim: int, where: slice) -> Tensor:
     """Set a section of one dim into zeros."""
     whole = stack.new_zeros(len(stack), *target)
-    whole.narrow(dim + 1, start, size).copy_(stack)
+    whole[(slice(None),) * (dim + 1) + (where,)] = stack
     return whole
 
 
 def pull(site: Site, factors: Sequence[Factor | None], batch: int) -> dict[int, Factor]:
     """The factors of a node's inputs from those of its outputs."""
-    wanted = [k for k, _ in site.targets()]
+    wanted = [k for k, _ in site.outputs]
     live = [f for f in factors if f is not None]
     if len(live) == 1 and len(site.shapes) == 1 and site.name in LIFTS and wanted == [0]:
         lifted = LIFTS[site.name](site, live[0], site.target(0))

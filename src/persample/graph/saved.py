@@ -129,7 +129,7 @@ def in_own_task(fn: Callable[[], None], *, keep_graph: bool = False) -> None:
     It is a plain ``backward()``, which prunes nothing: nodes called by ``fn`` compute all their outputs.
     """
     with torch.enable_grad():
-        result: Tensor = _Task.apply(torch.zeros((), requires_grad=True), fn)
+        result: Tensor = _Task.apply(torch.zeros((), requires_grad=True), fn)  # type: ignore[no-untyped-call]
     result.backward(retain_graph=keep_graph)
 
 

@@ -27,13 +27,15 @@ Fate = Layout | Flow | None  # None: nothing flows here
 class Site:
     """A node with its shapes, its saved values and the places its outputs go to."""
 
-    __slots__ = ("_tape", "edges", "memo", "name", "node", "recomputed", "shapes")
+    __slots__ = ("_tape", "edges", "memo", "name", "node", "outputs", "recomputed", "shapes")
 
     def __init__(self, tape: Tape, node: Node) -> None:
         self.node = node
         self.name = op_name(node)
         self.shapes = tape.shapes(node)
         self.edges = tape.edges[node]
+        # The backward outputs that lead to requested parameters, with the place each goes to.
+        self.outputs: list[tuple[int, Slot]] = [(k, slot) for k, slot in enumerate(self.edges) if slot is not None]
         self._tape = tape
         self.recomputed: dict[str, Tensor] = {}  # saved tensors of a checkpointed region, read ahead
         self.memo: dict[str, Any] = {}  # what several rules of one node share
@@ -49,10 +51,6 @@ class Site:
         slot = self.edges[k]
         assert slot is not None
         return saved.metadata(slot[0])[slot[1]]
-
-    def targets(self) -> list[tuple[int, Slot]]:
-        """The backward outputs that lead to requested parameters."""
-        return [(k, slot) for k, slot in enumerate(self.edges) if slot is not None]
 
     def forget(self) -> None:
         """Let go of what was only needed while factors were made."""

@@ -13,7 +13,7 @@ def leading(shape: Shape, kept: int) -> list[int | None]:
 
 
 @flow(
-    "Softmax SafeSoftmax LogSoftmax Cumsum Cumprod Logcumsumexp Cummax Cummin Sort Topk Glu Renorm Gather"
+    "Softmax SafeSoftmax LogSoftmax Cumsum Cumprod Logcumsumexp Cummax Cummin Sort Topk Glu Gather"
     " Scatter ScatterAdd ScatterReduce"
 )
 def along_dim(site: Site, k: int, layouts: Layouts) -> Fate:
@@ -140,6 +140,8 @@ def matrices(site: Site, k: int, layouts: Layouts) -> Fate:
     if len(live) != 1 or len(target) < 3:
         return Flow.PROBE
     shape, layout = live[0]
+    if len(shape) > len(target):  # a broadcast operand
+        return Flow.PROBE
     return keep(layout, shape, target, leading(shape, len(target) - 2))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from ..layout import NOBODY, Labels, Layout, Shape, carry, labels, reshape, sample_dims, simplify
 from ..site import Fate, Flow, Site
@@ -76,29 +77,41 @@ def _unreduce(site: Site, layout: Layout, shape: Shape, target: Shape) -> Layout
     return carry(layout, shape, target, [d for d in range(len(target)) if d not in reduced])
 
 
-@flow("Slice Select")
+@flow("Slice")
 def section(site: Site, k: int, layouts: Layouts) -> Fate:
     """Part of one dim: the rest of it belongs to nobody."""
     layout, shape, target = only(layouts), site.shapes[0], site.target(k)
     dim = site.number("dim") % len(target)
-    if site.name == "Select":
-        picked = labels(layout, shape).unsqueeze(dim)
-        to_dims: list[int | None] = [d + (d >= dim) for d in range(len(shape))]
-        where = slice(site.number("index") % target[dim], None)
-        where = slice(where.start, where.start + 1)
-    else:
-        picked = labels(layout, shape)
-        to_dims = [None if d == dim else d for d in range(len(shape))]
-        start, end = site.value("start"), site.value("end")
-        where = slice(start and site.number("start"), end and min(site.number("end"), target[dim]), site.number("step"))
-    found = carry(layout, shape, target, to_dims)
+    found = carry(layout, shape, target, [None if d == dim else d for d in range(len(shape))])
     if found is not None and sample_dims(layout, shape):
         return found
-    sizes = list(torch.broadcast_shapes(tuple(picked.shape), tuple(1 for _ in target)))
-    sizes[dim] = target[dim]
+    return _set_into(labels(layout, shape), target, dim, slice_of(site, target[dim]), layout.batch)
+
+
+@flow("Select")
+def selection(site: Site, k: int, layouts: Layouts) -> Fate:
+    """One place of one dim: the others belong to nobody."""
+    layout, shape, target = only(layouts), site.shapes[0], site.target(k)
+    dim = site.number("dim") % len(target)
+    found = carry(layout, shape, target, [d + (d >= dim) for d in range(len(shape))])
+    if found is not None and sample_dims(layout, shape):
+        return found
+    place = site.number("index") % target[dim]
+    return _set_into(labels(layout, shape).unsqueeze(dim), target, dim, slice(place, place + 1), layout.batch)
+
+
+def slice_of(site: Site, size: int) -> slice:
+    """What a Slice node took out of a dim of this size."""
+    start, end = (None if site.value(name) is None else site.number(name) for name in ("start", "end"))
+    return slice(*slice(start, end, site.number("step")).indices(size))
+
+
+def _set_into(picked: Tensor, target: Shape, dim: int, where: slice, batch: int) -> Layout:
+    """Labels of a whole dim from those of a part of it."""
+    sizes = [target[dim] if d == dim else n for d, n in enumerate(picked.shape)]
     index = picked.new_full(sizes, NOBODY)
-    index.narrow(dim, 0, target[dim])[(slice(None),) * dim + (where,)] = picked
-    return simplify(index, target, layout.batch)
+    index[(slice(None),) * dim + (where,)] = picked
+    return simplify(index, target, batch)
 
 
 @flow("Split UnsafeSplit SplitWithSizes UnsafeSplitWithSizes Unbind")

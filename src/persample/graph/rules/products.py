@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...factors import Dense, Factor, Outer
+from ...factors import Dense, Factor, Outer, View
 from ..lanes import Lanes
 from ..layout import Layout, carry, labels
 from .broadcast import dense
@@ -167,16 +167,12 @@ def mv(use: Use) -> Factor | None:
 @rule("Trilinear")
 def trilinear(use: Use) -> Factor | None:
     """F.bilinear's weight: dW[b, o, i, j] = Σ_t g[b, t, o] x1[b, t, i] x2[b, t, j]."""
-    site, g = use.site, use.g
+    site, g, target = use.site, use.g, use.target
+    form = [site.numbers(name) for name in ("expand1", "expand2", "expand3", "sumdim")]
     lanes = use.lanes(1)
-    x1, w, x2 = site.optional("i1"), site.optional("i2"), site.optional("i3")
-    if use.k != 1 or lanes is None or g.ndim != 2 or x1 is None or x2 is None or len(use.target) != 3:
+    if use.k != 1 or lanes is None or form != [(1, 3), (0,), (1, 2), (2, 3)] or len(target) != 3:
         return None
-    if w is not None and w.ndim != 3:
-        return None
-    x1, x2 = x1.reshape(len(g), -1), x2.reshape(len(g), -1)
-    if (x1.shape[1], x2.shape[1], g.shape[1]) != (use.target[1], use.target[2], use.target[0]):
-        return None
-    pairs = (x1.unsqueeze(2) * x2.unsqueeze(1)).reshape(len(g), -1)
+    x1, x2 = site.tensor("i1"), site.tensor("i3")
+    pairs = (x1.unsqueeze(2) * x2.unsqueeze(1)).reshape(len(g), target[1] * target[2])
     flat = Outer(lanes.group(g), lanes.group(pairs))
-    return Dense(flat.stack().reshape(use.batch, *use.target))
+    return View(flat, target, lambda stack: stack.reshape(len(stack), *target))

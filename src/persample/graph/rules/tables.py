@@ -31,7 +31,7 @@ def embedding(use: Use) -> Factor | None:
     lanes = use.lanes(ids.ndim)
     if lanes is None:
         return None
-    flat, dy = ids.reshape(-1), use.g.reshape(ids.numel(), -1)
+    flat, dy = ids.reshape(-1), use.g.reshape(ids.numel(), use.target[1])
     if site.value("scale_grad_by_freq"):
         dy = dy / torch.bincount(flat, minlength=use.target[0])[flat].unsqueeze(1)
     padding = site.number("padding_idx")

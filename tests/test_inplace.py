@@ -1,0 +1,154 @@
+"""Changes in place between the forward and `persample.grad`: PyTorch's error, never wrong numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import persample as ps
+from tests.case_library.functions import OwnLinear
+from tests.reference import assert_same, definition
+
+VERSION = "modified by an inplace operation"
+
+
+def mlp() -> tuple[nn.Sequential, Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double(), torch.randn(5, 3).double()
+
+
+def test_an_optimizer_step_after_the_forward_is_noticed() -> None:
+    model, x = mlp()
+    model(x).sum().backward()
+    losses = model(x).square().sum(1)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with pytest.raises(RuntimeError, match=VERSION):
+        ps.grad(losses, model)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.RMSprop])
+def test_steps_after_the_call_are_harmless(optimizer: type[torch.optim.Optimizer]) -> None:
+    model, x = mlp()
+    step = optimizer(model.parameters(), lr=0.1)  # type: ignore[call-arg]
+    for _ in range(3):
+        losses = model(x).square().sum(1)
+        got, want = ps.grad(losses, model), definition(model(x).square().sum(1), model)
+        for name, p in model.named_parameters():
+            p.grad = got[name].sum(0)
+        step.step()
+        assert_same(got, want)  # the results do not share memory with what the step changed
+
+
+LATER: dict[str, Callable[[Tensor, nn.Module], Tensor]] = {
+    "linear": lambda x, w: F.linear(x, w.matrix),
+    "matmul": lambda x, w: x @ w.matrix.t(),
+    "bmm": lambda x, w: torch.bmm(x.unsqueeze(0), w.matrix.t().unsqueeze(0))[0],
+    "product": lambda x, w: x * w.vector,
+    "quotient": lambda x, w: x / w.vector,
+    "convolution": lambda x, w: F.conv1d(x.unsqueeze(1), w.kernel).flatten(1),
+    "layer norm": lambda x, w: F.layer_norm(x, (3,), w.vector, w.vector),
+    "group norm": lambda x, w: F.group_norm(x, 1, w.vector),
+    "prelu": lambda x, w: F.prelu(x, w.vector),
+    "bilinear": lambda x, w: F.bilinear(x, x, w.cube),
+    "einsum": lambda x, w: torch.einsum("bi,ij->bj", x, w.matrix),
+    "attention": lambda x, w: F.scaled_dot_product_attention(
+        x.view(-1, 1, 1, 3), w.matrix.expand(len(x), 1, 3, 3), w.matrix.expand(len(x), 1, 3, 3)
+    ),
+}
+
+
+class Weights(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix, self.vector = nn.Parameter(torch.randn(3, 3)), nn.Parameter(torch.rand(3) + 1)
+        self.kernel, self.cube = nn.Parameter(torch.randn(2, 1, 2)), nn.Parameter(torch.randn(3, 3, 3))
+
+
+@pytest.mark.parametrize("op", LATER.values(), ids=LATER)
+def test_an_input_changed_after_the_forward_is_noticed(op: Callable[[Tensor, nn.Module], Tensor]) -> None:
+    """The rules read the saved input themselves; an ordinary backward would have complained."""
+    torch.manual_seed(0)
+    weights, x = Weights().double(), torch.randn(5, 3).double()
+    losses = op(x, weights).flatten(1).sum(1)
+    x += 1
+    with pytest.raises(RuntimeError, match=VERSION):
+        torch.autograd.grad(losses.sum(), list(weights.parameters()), allow_unused=True, retain_graph=True)
+    with pytest.raises(RuntimeError, match=VERSION):
+        ps.grad(losses, weights)
+
+
+@pytest.mark.parametrize("op", LATER.values(), ids=LATER)
+def test_a_weight_changed_after_the_forward_is_noticed(op: Callable[[Tensor, nn.Module], Tensor]) -> None:
+    """A layer lies below, so that the backward needs the weight."""
+    torch.manual_seed(0)
+    weights, first, x = Weights().double(), nn.Linear(3, 3).double(), torch.randn(5, 3).double()
+    losses = op(first(x).tanh(), weights).flatten(1).sum(1)
+    with torch.no_grad():
+        for p in weights.parameters():
+            p.mul_(2)
+    for params in ([first.weight], [*first.parameters(), *weights.parameters()]):
+        with pytest.raises(RuntimeError, match=VERSION):
+            torch.autograd.grad(losses.sum(), params, allow_unused=True, retain_graph=True)
+        with pytest.raises(RuntimeError, match=VERSION):
+            ps.grad(losses, params, retain_graph=True)
+
+
+def test_an_activation_changed_after_the_forward_is_noticed() -> None:
+    model, x = mlp()
+    h = model[0](x).exp()
+    losses = model[2](h).square().sum(1)
+    h.mul_(2)
+    with pytest.raises(RuntimeError, match=VERSION):
+        ps.grad(losses, model)
+
+
+def test_routing_indices_changed_after_the_forward_are_noticed() -> None:
+    """Where samples lie is read from the saved index: it must not be read after a change."""
+    model, x = mlp()
+    order = torch.tensor([4, 2, 0, 1, 3])
+    losses = model(x)[order].square().sum(1)
+    order += torch.tensor([-4, 0, 4, 0, 0])
+    with pytest.raises(RuntimeError, match=VERSION):
+        ps.grad(losses, model)
+
+
+def test_embedding_ids_changed_after_the_forward_are_noticed() -> None:
+    torch.manual_seed(0)
+    table, ids = nn.Embedding(6, 3), torch.arange(5)
+    losses = table(ids).square().sum(1)
+    ids += 1
+    with pytest.raises(RuntimeError, match=VERSION):
+        ps.grad(losses, table)
+
+
+@pytest.mark.filterwarnings("ignore::persample.PerformanceWarning")
+def test_a_change_inside_a_custom_function_is_noticed() -> None:
+    w, b, x = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(4)), torch.randn(5, 3)
+    losses = OwnLinear.apply(x, w, b).square().sum(1)
+    x.zero_()
+    with pytest.raises(RuntimeError, match=VERSION):
+        ps.grad(losses, [w, b])
+
+
+def test_a_change_that_no_backward_needs_is_none_of_our_business() -> None:
+    model, x = mlp()
+    losses = model(x).square().sum(1)
+    want = definition(losses, model)
+    with torch.no_grad():
+        model[0].weight.mul_(2)  # nothing trainable lies below the first layer
+        model[2].bias.add_(1)
+    assert_same(ps.grad(losses, model), want)
+
+
+def test_the_inputs_version_is_not_moved() -> None:
+    """`persample.grad` itself must not look like a change in place to whoever comes next."""
+    model, x = mlp()
+    losses = model(x).square().sum(1)
+    before = x._version, losses._version, [p._version for p in model.parameters()]
+    ps.grad(losses, model, retain_graph=True)
+    assert (x._version, losses._version, [p._version for p in model.parameters()]) == before
+    losses.sum().backward()
