@@ -82,7 +82,7 @@ def _seen_before(site: Site, layouts: Sequence[Layout | None]) -> bool:
     """Elementwise rules go by shapes alone, and many cases share their losses' last nodes: ask each once."""
     if site.name not in POINTWISE:
         return False
-    key = (site.name, site.shapes, *[(k, site.target(k)) for k, _ in site.targets()], str(layouts))
+    key = (site.name, site.shapes, *[None if slot is None else site.target(k) for k, slot in enumerate(site.edges)], str(layouts))
     return key in _SEEN or bool(_SEEN.add(key))
 
 
@@ -106,8 +106,8 @@ def _outputs(site: Site, layouts: Sequence[Layout | None], i: int) -> dict[int, 
     outputs = call(site.node, cotangents, site.edges)
     return {
         k: sum_to(value, site.target(k), site.metadata(k).dtype)
-        for k, _ in site.targets()
-        if (value := outputs[k]) is not None
+        for k, value in enumerate(outputs)
+        if value is not None and site.edges[k] is not None
     }
 
 

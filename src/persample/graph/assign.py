@@ -15,8 +15,9 @@ from .flows.shapes import SECTIONS
 from .invoke import is_compiled, is_opaque
 from .layout import Block, Layout, join
 from .probe import probe_node, probe_slots
-from .site import Fate, Flow, Site
-from .tape import Slot, Tape, is_leaf
+from .saved import constants, in_checkpoint
+from .site import COMPUTES, READS, Fate, Flow, Site
+from .tape import Slot, Tape, is_leaf, op_name
 
 
 @dataclass(slots=True)
@@ -94,9 +95,20 @@ class _Assignment:
         if not asked:
             asked += probe_node(site, layouts, self.map.batch)
         if asked[k] is Flow.MIXED:
-            shared = site.name in LETTERS and self.map.batch not in site.target(k)
+            shared = site.name in LETTERS and not self.tape.reaches(slot[0], self._holds_rows)
             return Flow.SHARED if shared else self._look_again(slot)
         return asked[k]
+
+    def _holds_rows(self, node: Node) -> bool:
+        """Does a node compute with rows of data that may be the batch's?"""
+        name = op_name(node)
+        if name not in COMPUTES and name not in READS:
+            return False
+        return in_checkpoint(node) or any(
+            (t.ndim > 1 or not t.is_floating_point()) and len(t) % self.map.batch == 0
+            for t in constants(node)
+            if t.ndim > 0
+        )
 
     def _look_again(self, slot: Slot) -> Fate:
         """Samples could meet here, random cotangents say; do they in this call, or are they kept apart by zeros?"""

@@ -73,7 +73,7 @@ def tensor(node: Node, name: str) -> Tensor | None:
 
 # Saved under these names are a forward op's operands; under others, its results and options.
 _OPERANDS = """
-self other input mat1 mat2 batch1 batch2 mat vec i1 i3 query key value tensor1 tensor2 x1 x2 src source
+self other input mat1 mat2 batch1 batch2 mat vec i1 i3 query key value tensor1 tensor2 x1 x2 src source index indices
 """
 
 
@@ -83,7 +83,8 @@ def constants(node: Node) -> list[Tensor]:
     if is_custom(node):
         found = list(node.saved_tensors)
     else:
-        found = [getattr(node, f"_saved_{name}", None) for name in _OPERANDS.split()]
+        saved = [getattr(node, f"_saved_{name}", None) for name in _OPERANDS.split()]
+        found = [t for s in saved for t in (s if isinstance(s, tuple) else (s,))]
     return [t for t in found if isinstance(t, Tensor) and not t.requires_grad]
 
 

@@ -1,0 +1,232 @@
+"""Non-reentrant checkpointing: exact, one more recomputation and no more memory; reentrant: refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as _checkpoint
+
+import persample as ps
+from tests.case_library.functions import OwnLinear, Square
+from tests.reference import assert_same, definition
+
+checkpoint = partial(_checkpoint, use_reentrant=False)
+Fn = Callable[[Tensor], Tensor]
+
+
+class Counted:
+    """A function that knows how often it was called."""
+
+    def __init__(self, fn: Fn) -> None:
+        self.fn, self.calls = fn, 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.fn(x)
+
+
+class Layers(nn.Module):
+    """What the checkpointed regions are made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.ModuleList([nn.Linear(3, 3) for _ in range(4)])
+        self.norm, self.table, self.conv = nn.LayerNorm(3), nn.Embedding(5, 3), nn.Conv1d(1, 1, 3, padding=1)
+        self.matrix, self.vector = nn.Parameter(torch.randn(3, 3)), nn.Parameter(torch.randn(3))
+
+    def pair(self, i: int) -> Fn:
+        return lambda h: self.linear[i + 1](self.linear[i](h).tanh()).tanh()
+
+
+Regions = tuple[list[Counted], Fn]
+
+
+def one(net: Layers) -> Regions:
+    region = Counted(net.pair(0))
+    return [region], lambda x: checkpoint(region, x)
+
+
+def several(net: Layers) -> Regions:
+    first, second = Counted(net.pair(0)), Counted(net.pair(2))
+    return [first, second], lambda x: checkpoint(second, net.norm(checkpoint(first, x)))
+
+
+def reused(net: Layers) -> Regions:
+    region = Counted(net.pair(0))
+    return [region], lambda x: checkpoint(region, checkpoint(region, checkpoint(region, x)))
+
+
+def branches(net: Layers) -> Regions:
+    first, second = Counted(net.pair(0)), Counted(net.pair(1))
+    return [first, second], lambda x: checkpoint(first, x) * checkpoint(second, x)
+
+
+def nested(net: Layers) -> Regions:
+    inner = Counted(lambda h: net.linear[0](h).tanh())
+    outer = Counted(lambda h: net.linear[1](checkpoint(inner, net.linear[2](h).tanh())).tanh())
+    return [inner, outer], lambda x: checkpoint(outer, x)
+
+
+def nested_three_deep(net: Layers) -> Regions:
+    inner = Counted(lambda h: net.linear[0](h).tanh())
+    middle = Counted(lambda h: checkpoint(inner, net.linear[1](h).tanh()))
+    outer = Counted(lambda h: net.linear[3](checkpoint(middle, net.linear[2](h).tanh())).tanh())
+    return [inner, middle, outer], lambda x: checkpoint(outer, checkpoint(outer, x))
+
+
+def many_kinds(net: Layers) -> Regions:
+    def body(h: Tensor) -> Tensor:
+        h = net.conv(net.norm(h * net.vector).unsqueeze(1)).squeeze(1)
+        return (h + net.table(torch.arange(len(h)) % 5)).tanh() @ net.matrix
+
+    region = Counted(body)
+    return [region], lambda x: checkpoint(region, x)
+
+
+def rows_by_index(net: Layers) -> Regions:
+    region = Counted(lambda h: net.linear[1](net.linear[0](h)[torch.arange(len(h)).flip(0)].tanh()))
+    return [region], lambda x: checkpoint(region, x)
+
+
+def merged_weight(net: Layers) -> Regions:
+    region = Counted(lambda h: F.linear(h, (net.linear[0].weight @ net.matrix).tanh()).tanh())
+    return [region], lambda x: checkpoint(region, x)
+
+
+def function_elementwise(net: Layers) -> Regions:
+    region = Counted(lambda h: net.linear[1](Square.apply(net.linear[0](h))).tanh())
+    return [region], lambda x: checkpoint(region, x)
+
+
+def function_with_weights(net: Layers) -> Regions:
+    region = Counted(lambda h: net.linear[1](OwnLinear.apply(net.linear[0](h), net.matrix, net.vector)).tanh())
+    return [region], lambda x: checkpoint(region, x)
+
+
+def op_without_rule(net: Layers) -> Regions:
+    region = Counted(lambda h: net.linear[1](torch.cdist(net.linear[0](h), net.matrix)).tanh())
+    return [region], lambda x: checkpoint(region, x)
+
+
+def interaction(net: Layers) -> Regions:
+    region = Counted(lambda h: net.linear[1]((lambda z: z - z.mean(0))(net.linear[0](h).tanh())).tanh())
+    return [region], lambda x: checkpoint(region, x)
+
+
+FAST = [one, several, reused, branches, nested, nested_three_deep, many_kinds, rows_by_index, merged_weight]
+SLOW = [function_elementwise, function_with_weights, op_without_rule, interaction]
+slow_paths_allowed = pytest.mark.filterwarnings("ignore::persample.PerformanceWarning")
+
+
+def prepare(make: Callable[[Layers], Regions], B: int) -> tuple[Layers, list[Counted], Callable[[], Tensor]]:
+    torch.manual_seed(0)
+    net, x = Layers().double(), torch.randn(B, 3).double()
+    counters, forward = make(net)
+    return net, counters, lambda: forward(x).square().sum(1)
+
+
+def recomputations(counters: list[Counted], run: Callable[[], object]) -> list[int]:
+    for counter in counters:
+        counter.calls = 0
+    run()
+    return [counter.calls for counter in counters]
+
+
+@slow_paths_allowed
+@pytest.mark.parametrize("make", FAST + SLOW, ids=lambda make: make.__name__)
+def test_exact(make: Callable[[Layers], Regions]) -> None:
+    net, _, forward = prepare(make, 5)
+    want = definition(forward(), net)
+    losses = forward()
+    assert_same(ps.grad(losses, net, retain_graph=True), want)
+    assert_same(ps.grad(losses, net), want)
+
+
+@pytest.mark.parametrize("make", FAST, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("B", [2, 6])
+def test_recomputed_at_most_once_more(make: Callable[[Layers], Regions], B: int) -> None:
+    """An inner region is recomputed with every one around it: once more means twice as often in all."""
+    net, counters, forward = prepare(make, B)
+    losses = forward()
+    ordinary = recomputations(counters, losses.sum().backward)
+    losses = forward()
+    ours = recomputations(counters, lambda: ps.grad(losses, net))
+    assert all(0 < a <= 2 * b for a, b in zip(ours, ordinary, strict=True)), f"{ours}, ordinary backward {ordinary}"
+
+
+@slow_paths_allowed
+@pytest.mark.parametrize("make", SLOW, ids=lambda make: make.__name__)
+def test_recomputations_do_not_grow_with_the_batch(make: Callable[[Layers], Regions]) -> None:
+    counts = []
+    for B in (3, 9):
+        net, counters, forward = prepare(make, B)
+        losses = forward()
+        counts.append(recomputations(counters, lambda losses=losses, net=net: ps.grad(losses, net)))  # type: ignore[misc]
+    assert counts[0] == counts[1]
+
+
+def test_one_sample_costs_what_a_backward_costs() -> None:
+    net, counters, forward = prepare(several, 1)
+    losses = forward()
+    assert recomputations(counters, lambda: ps.grad(losses, net)) == [1, 1]
+
+
+def test_reentrant_checkpoints_are_refused_with_the_remedy() -> None:
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), torch.randn(4, 3, requires_grad=True)
+    losses = net(_checkpoint(net, x, use_reentrant=True)).square().sum(1)
+    for independent in (False, True):
+        with pytest.raises(ps.UnsupportedError, match=r"reentrant checkpoint.*use checkpoint\(\.\.\., use_reentrant=False"):
+            ps.grad(losses, net, independent=independent)
+    assert {row.handling.split(":")[0] for row in ps.explain(losses, net).rows} == {"refused"}
+
+
+def test_a_reentrant_checkpoint_is_refused_for_one_sample_too() -> None:
+    """Without a look at the graph, `torch.autograd.grad(allow_unused=True)` passes over what it hides: zeros."""
+    net, x = nn.Linear(3, 3), torch.randn(1, 3, requires_grad=True)
+    losses = _checkpoint(net, x, use_reentrant=True).square().sum(1)
+    with pytest.raises(ps.UnsupportedError, match="use_reentrant=False"):
+        ps.grad(losses, net)
+
+
+MEMORY = """
+import resource, sys, torch, persample as ps
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+torch.set_num_threads(1)
+net = nn.ModuleList(nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(64, 64), nn.Tanh())]) for _ in range(12))
+x = torch.randn(2, 4096, 64)  # 2 MB per activation
+ps.grad(net[0](x[:, :9]).square().sum((1, 2)), net[0])
+before, h = peak(), x
+for block in net:
+    h = checkpoint(block, h, use_reentrant=False) if sys.argv[1] == "checkpoint" else block(h)
+losses = h.square().sum((1, 2))
+ps.grad(losses, net) if sys.argv[2] == "grad" else losses.sum().backward()
+print(peak() - before)
+"""
+
+
+def megabytes(*args: str) -> float:
+    """The peak of forward and backward together, in a process where freed memory goes back at once."""
+    own = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", MEMORY, *args], env=os.environ | own, capture_output=True, check=True)
+    return float(done.stdout)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's settings")
+def test_checkpointing_still_saves_memory() -> None:
+    checkpointed, plain = megabytes("checkpoint", "grad"), megabytes("plain", "grad")
+    assert checkpointed < 0.7 * plain, f"{checkpointed:.0f} MB with, {plain:.0f} MB without checkpointing"
+    assert megabytes("checkpoint", "backward") < 0.7 * megabytes("plain", "backward")
