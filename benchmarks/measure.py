@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import persample as ps
-from persample.graph.capture import plan
+from persample.graph.plan import plan
 
 from .environment import Others
 from .methods import METHODS, After, Method
@@ -136,6 +136,4 @@ def check(task: Task) -> None:
     for (name, rows), want in zip(found.items(), wanted, strict=True):
         error = float((rows.sum(0) - want).norm() / want.norm().clamp(min=1e-6))
         if not error < 1e-3:
-            raise ArithmeticError(
-                f"per-sample gradients of {name!r} do not add up: relative error {error:.1e}"
-            )
+            raise ArithmeticError(f"per-sample gradients of {name!r} do not add up: relative error {error:.1e}")

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 import persample as ps
-from persample.graph.capture import capture, plan
+from persample.graph.entry import capture
+from persample.graph.plan import plan
 
 from .workloads import Task
 

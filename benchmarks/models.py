@@ -96,10 +96,7 @@ class GPTBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         B, T, d = x.shape
-        q, k, v = (
-            part.view(B, T, self.heads, -1).transpose(1, 2)
-            for part in self.qkv(self.norm1(x)).split(d, dim=2)
-        )
+        q, k, v = (part.view(B, T, self.heads, -1).transpose(1, 2) for part in self.qkv(self.norm1(x)).split(d, dim=2))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(B, T, d))
         return x + self.mlp(self.norm2(x))

@@ -18,7 +18,7 @@ from .methods import METHODS
 from .workloads import DEFAULT, WORKLOADS
 
 FULL = Effort(rounds=100, budget=12.0)
-QUICK = Effort(rounds=5, budget=1.5, fewest=2, warm_up=0)  # the check has run every method once
+QUICK = Effort(rounds=5, budget=1.5, fewest=2, warm_up=0)  # the check before it is the warm-up
 DISTURBED = 0.1  # cores used by others; threads that wait for each other suffer most
 
 COLUMNS = (
@@ -59,15 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=DEFAULT, metavar="NAME")
-    parser.add_argument(
-        "--rounds", type=_positive, help=f"timed rounds per workload, at most (default {FULL.rounds})"
-    )
-    parser.add_argument(
-        "--json", type=Path, metavar="PATH", help="write all figures and the environment here"
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="few rounds and no memory: less than half a minute"
-    )
+    parser.add_argument("--rounds", type=_positive, help=f"timed rounds per workload, at most (default {FULL.rounds})")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write all figures and the environment here")
+    parser.add_argument("--quick", action="store_true", help="few rounds and no memory: less than half a minute")
     parser.add_argument("--no-memory", action="store_true", help="leave out peak memory")
     parser.add_argument("--threads", type=_positive, default=2)
     parser.epilog = "workloads: " + ", ".join(WORKLOADS)
@@ -86,16 +80,10 @@ def _titles() -> dict[str, str]:
 
 
 def _heading(where: dict[str, Any]) -> str:
-    machine = (
-        f"torch {where['torch']}, {where['threads']} threads on {where['cores']} cores of {where['cpu']}"
-    )
-    commit = (where["commit"] or "no commit")[:12] + (
-        " with changes in src" if where["source_changed"] else ""
-    )
+    machine = f"torch {where['torch']}, {where['threads']} threads on {where['cores']} cores of {where['cpu']}"
+    commit = (where["commit"] or "no commit")[:12] + (" with changes in src" if where["source_changed"] else "")
     meaning = "ratios to a plain step (forward + backward), median over rounds and (best against best)"
-    return "\n".join(
-        ["", f"{where['date']}  {commit}", machine, meaning, "", _line([name for name, _ in COLUMNS])]
-    )
+    return "\n".join(["", f"{where['date']}  {commit}", machine, meaning, "", _line([name for name, _ in COLUMNS])])
 
 
 def _row(result: dict[str, Any]) -> str:

@@ -127,9 +127,7 @@ TABLE = [
         classification,
     ),
     _gpt_row("gpt-thin", batch=4, width=64, layers=12, heads=4, vocabulary=1000, length=64, group="overhead"),
-    _images_row(
-        "mlp-deep", "MLP, 50 layers of width 32", 32, (32,), partial(models.mlp, [32] * 50 + [10]), "overhead"
-    ),
+    _images_row("mlp-deep", "MLP, 50 layers of width 32", 32, (32,), partial(models.mlp, [32] * 50 + [10]), "overhead"),
     _images_row("tiny-cnn", "the same CNN", 4, (1, 28, 28), models.mnist_cnn, "tiny"),
     _gpt_row("tiny-gpt", batch=3, width=16, layers=2, heads=2, vocabulary=20, length=5, group="tiny"),
 ]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, note, settings
 from hypothesis import strategies as st
-from persample.graph.capture import plan
+from persample.graph.plan import plan
 from tests.graph.claims import refuted_cotangents
 from tests.programs import OPS, Program, random_losses
 from tests.reference import assert_same, definition

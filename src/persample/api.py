@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import overload
 
 import torch
 from torch import Tensor, nn
 
 from .factors import Factor
-from .graph.capture import capture
+from .graph.entry import capture_into
 from .params import Params, named, pack
 
 Buffers = Mapping[str, Tensor] | Sequence[Tensor]
@@ -65,28 +66,29 @@ def grad(
     """
     tensors = named(params)
     check_losses(losses)
-    results = _buffers(out, tensors, len(losses))
-    factors = _capture(losses, tensors, retain_graph=retain_graph, independent=independent)
-    with torch.no_grad():
-        for name, buffer in results.items():
-            factor = factors[name]
-            buffer.zero_() if factor is None else factor.stack(buffer)
-    return pack(params, results)
+    buffers = _buffers(out, tensors, len(losses))
+    missing = dict(buffers)
+
+    def write(name: str, factor: Factor) -> None:
+        factor.stack(missing.pop(name))
+
+    with freed_graph_explained(losses):
+        capture_into(losses, tensors, write, retain_graph=retain_graph, independent=independent)
+    for buffer in missing.values():
+        buffer.zero_()
+    return pack(params, buffers)
 
 
-def _capture(
-    losses: Tensor, params: Mapping[str, Tensor], *, retain_graph: bool, independent: bool
-) -> dict[str, Factor | None]:
-    """Capture with the errors of the public boundary."""
-    if len(losses) == 0:
-        return dict.fromkeys(params)
+@contextmanager
+def freed_graph_explained(losses: Tensor) -> Iterator[None]:
+    """Add the remedy to PyTorch's own error."""
     try:
-        return capture(losses, params, retain_graph=retain_graph, independent=independent)
+        yield
     except RuntimeError as error:
         if "second time" in str(error):
             raise RuntimeError(
-                f"the graph of losses {tuple(losses.shape)} was freed by an earlier backward: compute the losses again, "
-                f"or pass retain_graph=True to every call but the last. PyTorch says: {error}"
+                f"the graph of losses {tuple(losses.shape)} was freed by an earlier backward: compute the losses "
+                f"again, or pass retain_graph=True to every call but the last. PyTorch says: {error}"
             ) from error
         raise
 

@@ -32,10 +32,7 @@ def _own_threads() -> Iterator[None]:
 def report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str]:
     """What a run with two rounds writes and prints."""
     path = tmp_path / "bench.json"
-    assert (
-        run.main(["--quick", "--threads", "1", "--rounds", "2", "--json", str(path), "--workloads", *TINY])
-        == 0
-    )
+    assert run.main(["--quick", "--threads", "1", "--rounds", "2", "--json", str(path), "--workloads", *TINY]) == 0
     return json.loads(path.read_text()), capsys.readouterr().out
 
 
@@ -49,9 +46,7 @@ def test_json_and_table(report: tuple[dict[str, Any], str]) -> None:
     assert [r["workload"] for r in written["results"]] == TINY
     for result in written["results"]:
         _assert_result(result)
-        assert re.search(
-            rf"^{result['workload']} +{result['batch']} .*\d\.\d\d \(\d+\.\d\d\)", printed, re.MULTILINE
-        )
+        assert re.search(rf"^{result['workload']} +{result['batch']} .*\d\.\d\d \(\d+\.\d\d\)", printed, re.MULTILINE)
 
 
 def _assert_result(result: dict[str, Any]) -> None:
@@ -109,10 +104,6 @@ def test_workloads_give_one_loss_per_sample(workload: Any) -> None:
     assert losses.requires_grad
 
 
-@pytest.mark.parametrize(
-    ("name", "millions"), [("mlp", 1.86), ("resnet", 2.8), ("gpt", 5.75), ("mlp-deep", 0.052)]
-)
+@pytest.mark.parametrize(("name", "millions"), [("mlp", 1.86), ("resnet", 2.8), ("gpt", 5.75), ("mlp-deep", 0.052)])
 def test_workloads_have_the_sizes_they_are_known_by(name: str, millions: float) -> None:
-    assert sum(p.numel() for p in WORKLOADS[name].model().parameters()) / 1e6 == pytest.approx(
-        millions, rel=0.02
-    )
+    assert sum(p.numel() for p in WORKLOADS[name].model().parameters()) / 1e6 == pytest.approx(millions, rel=0.02)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from persample.graph.capture import plan
+from persample.graph.plan import plan
 from tests.cases import CASES, Case
 from tests.graph.claims import refuted_cotangents, refuted_flows
 from tests.reference import named

@@ -9,7 +9,7 @@ import persample as ps
 import pytest
 import torch
 import torch.nn.functional as F
-from persample.graph.capture import plan
+from persample.graph.plan import plan
 from tests.graph.claims import refuted_cotangents
 from tests.reference import assert_same, definition
 from torch import Tensor

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from .._errors import UnsupportedError
-from .capture import Capture, plan
+from .capture import Capture
 from .interaction import interactions
 from .layout import Block, Layout, Shape, sample_dims, split
+from .plan import plan
 from .tape import is_leaf, op_name
 
 
@@ -50,7 +51,7 @@ def describe(losses: Tensor, params: Mapping[str, Tensor]) -> tuple[list[Handlin
         found = plan(losses, list(params.values()))
     except UnsupportedError as error:
         return [Handling(name, "", "", "", f"refused: {error}") for name in params], []
-    capture = Capture(found, losses, params, quiet=True)
+    capture = Capture(found, losses, params, lambda name, factor: None, quiet=True)
     capture.run(retain_graph=True)
     rows: dict[str, list[Handling]] = {name: [] for name in params}
     for site, k, how in capture.record:
@@ -62,9 +63,9 @@ def describe(losses: Tensor, params: Mapping[str, Tensor]) -> tuple[list[Handlin
             rows[name].append(Handling(name, type(site.node).__name__, via, layout, how))
     for node, _ in found.requested:
         if is_leaf(node):
-            name = capture.names[id(found.tape.leaves[node])]
             layout = in_words(found.map.layouts(node)[0], found.tape.shapes(node)[0])
-            rows[name].append(Handling(name, op_name(node), "", layout, "separable: every element is one sample's"))
+            for name in capture.names[id(found.tape.leaves[node])]:
+                rows[name].append(Handling(name, op_name(node), "", layout, "separable: every element is one sample's"))
     for name, listed in rows.items():
         if not listed:
             listed.append(Handling(name, "", "", "", "zeros: the losses do not reach it"))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from .invoke import call, is_opaque, sum_to
+from .invoke import call, call_each, is_opaque, sum_to
 from .layout import Layout, labels
 from .saved import in_checkpoint
 from .site import Site
@@ -113,7 +113,8 @@ def push_stacked(site: Site, stacks: Sequence[Tensor | None], batch: int, wanted
     """(B, *target) for every wanted output of a node whose cotangents are (B, *shape)."""
     if site.name in VMAP and not is_opaque(site.node) and not in_checkpoint(site.node):
         return _vmapped(site, stacks, wanted)
-    rows = ([None if s is None else s[i] for s in stacks] for i in range(batch))
+    # Contiguous, because some backwards are wrong for cotangents of odd strides (BatchNorm at batch size 1).
+    rows = ([None if s is None else s[i].contiguous() for s in stacks] for i in range(batch))
     return _loop(site, rows, batch, wanted)
 
 
@@ -123,24 +124,26 @@ def _vmapped(site: Site, stacks: Sequence[Tensor | None], wanted: Sequence[int])
     def one(*given: Tensor) -> tuple[Tensor, ...]:
         rest = iter(given)
         outputs = call(site.node, [None if s is None else next(rest) for s in stacks], site.edges)
-        return tuple(_finish(site, k, outputs[k], given[0]) for k in wanted)
+        return tuple(_finish(site, k, outputs[k]) for k in wanted)
 
     return dict(zip(wanted, torch.vmap(one)(*live), strict=True))
 
 
 def _loop(site: Site, rows: Iterable[Sequence[Tensor | None]], batch: int, wanted: Sequence[int]) -> dict[int, Tensor]:
-    results: dict[int, Tensor] = {}
-    for i, row in enumerate(rows):
-        outputs = call(site.node, row, site.edges)
+    about = {k: site.metadata(k) for k in wanted}
+    results = {k: torch.empty((batch, *meta.shape), dtype=meta.dtype, device=meta.device) for k, meta in about.items()}
+    place = iter(range(batch))
+
+    def take(outputs: Sequence[Tensor | None]) -> None:
+        i = next(place)
         for k in wanted:
-            value = _finish(site, k, outputs[k], next(g for g in row if g is not None))
-            if k not in results:
-                results[k] = value.new_zeros(batch, *value.shape)
-            results[k][i] = value
+            results[k][i] = _finish(site, k, outputs[k])
+
+    call_each(site.node, rows, site.edges, take)
     return results
 
 
-def _finish(site: Site, k: int, value: Tensor | None, like: Tensor) -> Tensor:
+def _finish(site: Site, k: int, value: Tensor | None) -> Tensor:
     meta = site.metadata(k)
     if value is None:
         return torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
 from .layout import Shape
-from .saved import in_backward, in_checkpoint, in_own_task, is_custom, metadata, scratch_restored
+from .saved import in_backward, in_checkpoint, in_own_task, is_custom, metadata, scratch_restored, unpacked_often
 from .tape import Slot
+
+T = TypeVar("T")
 
 
 def is_opaque(node: Node) -> bool:
@@ -30,35 +32,51 @@ def is_compiled(node: Node) -> bool:
     return type(node).__name__ == "CompiledFunctionBackward"
 
 
-def call(node: Node, cotangents: Sequence[Tensor | None], edges: Sequence[Slot | None]) -> list[Tensor | None]:
-    """A node's outputs for these cotangents, one per edge, not yet summed over broadcast dims.
+Cotangents = Sequence[Tensor | None]
+Outputs = list[Tensor | None]
 
-    Inside a backward, the engine's own task would prune outputs that it does not need; and a checkpointed node may be
-    unpacked once per task only. Such calls get a task of their own.
+
+def call(node: Node, cotangents: Cotangents, edges: Sequence[Slot | None]) -> Outputs:
+    """A node's outputs for these cotangents, one per edge, not yet summed over broadcast dims."""
+    return call_each(node, [cotangents], edges, list)[0]
+
+
+def call_each(
+    node: Node, rows: Iterable[Cotangents], edges: Sequence[Slot | None], take: Callable[[Outputs], T]
+) -> list[T]:
+    """``take`` of a node's outputs, for one row of cotangents after another.
+
+    Inside a backward, the engine's own task would prune outputs that it does not need; and a checkpointed node is
+    recomputed once per task. So such calls get a task of their own, one for all rows.
     """
+    results: list[T] = []
+
+    def run() -> None:
+        results.extend(take(_call(node, row, edges)) for row in rows)
+
     if is_compiled(node):
-        return _call_compiled(node, cotangents, edges)
-    if not (in_backward() or in_checkpoint(node)):
-        return _call(node, cotangents, edges)
-    outputs: list[list[Tensor | None]] = []
-    in_own_task(lambda: outputs.append(_call(node, cotangents, edges)))
-    return outputs[0]
+        _call_compiled(node, rows, edges, lambda outputs: results.append(take(outputs)))
+    elif in_backward() or in_checkpoint(node):
+        with unpacked_often(node):
+            in_own_task(run)
+    else:
+        run()
+    return results
 
 
 def _call_compiled(
-    node: Node, cotangents: Sequence[Tensor | None], edges: Sequence[Slot | None]
-) -> list[Tensor | None]:
-    outputs: list[Tensor | None] = []
+    node: Node, rows: Iterable[Cotangents], edges: Sequence[Slot | None], give: Callable[[Outputs], None]
+) -> None:
+    for row in rows:
 
-    def run() -> None:
-        outputs.extend(None if t is None else t.clone() for t in _call(node, cotangents, edges))
+        def run(row: Cotangents = row) -> None:
+            give([None if t is None else t.clone() for t in _call(node, row, edges)])
 
-    with scratch_restored(node):
-        in_own_task(run, keep_graph=True)
-    return outputs
+        with scratch_restored(node):
+            in_own_task(run, keep_graph=True)
 
 
-def _call(node: Node, cotangents: Sequence[Tensor | None], edges: Sequence[Slot | None]) -> list[Tensor | None]:
+def _call(node: Node, cotangents: Cotangents, edges: Sequence[Slot | None]) -> Outputs:
     with torch.no_grad():
         if is_custom(node):
             return _call_python(node, cotangents, len(edges))
@@ -66,7 +84,7 @@ def _call(node: Node, cotangents: Sequence[Tensor | None], edges: Sequence[Slot 
     return [result] if isinstance(result, Tensor) or result is None else list(result)
 
 
-def _call_python(node: Any, cotangents: Sequence[Tensor | None], count: int) -> list[Tensor | None]:
+def _call_python(node: Any, cotangents: Cotangents, count: int) -> Outputs:
     """A Python node returns one value per forward argument; its edges are the tensor arguments that need one."""
     filled = [
         torch.zeros(m.shape, dtype=m.dtype, device=m.device) if g is None else g
@@ -75,7 +93,7 @@ def _call_python(node: Any, cotangents: Sequence[Tensor | None], count: int) -> 
     result = node.apply(*filled)
     values = [result] if isinstance(result, Tensor) or result is None else list(result)
     needed = [v for v, wants in zip(values, node.needs_input_grad, strict=False) if wants]
-    outputs: list[Tensor | None] = [None] * count
+    outputs: Outputs = [None] * count
     for k, value in zip([k for k, (n, _) in enumerate(node.next_functions) if n is not None], needed, strict=True):
         outputs[k] = value
     return outputs

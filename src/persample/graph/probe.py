@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from .invoke import call
-from .layout import NOBODY, Block, Labels, Layout, Shape, carry, labels, simplify, strides
+from .invoke import call_each
+from .layout import NOBODY, Block, Labels, Layout, Shape, carry, labels, sample_dims, simplify, strides
 from .saved import metadata
 from .site import Fate, Flow, Site
 from .tape import Slot, Tape
 
 _Outputs = Sequence[Tensor | None]
+_Scale = Callable[[Tensor], Tensor]  # from sample numbers to factors
 _OWN: Shape = (-1,)  # in place of a target's shape: whatever the output's own shape is
 
 
@@ -43,9 +44,12 @@ def probe_node(site: Site, layouts: Sequence[Layout | None], batch: int, *, summ
         noise = _noise(site.shapes[nr], about[nr].dtype, about[nr].device, seed=nr)
         given.append((noise.masked_fill(mark == NOBODY, 0) if isinstance(layout, Labels) else noise, mark))
 
-    def run(scale: Callable[[Tensor], Tensor] | None) -> _Outputs:
-        inputs = [None if g is None else g[0] if scale is None else g[0] * scale(g[1]).to(g[0].dtype) for g in given]
-        return [_plain(t) for t in call(site.node, inputs, site.edges)]
+    def run(scales: Sequence[_Scale | None]) -> list[_Outputs]:
+        rows = (
+            [None if g is None else g[0] if scale is None else g[0] * scale(g[1]).to(g[0].dtype) for g in given]
+            for scale in scales
+        )
+        return call_each(site.node, rows, site.edges, lambda outputs: [_plain(t) for t in outputs])
 
     targets = [None if slot is None else site.target(k) if summed else _OWN for k, slot in enumerate(site.edges)]
     guesses = [None if shape is None else _guess(site.shapes, layouts, shape) for shape in targets]
@@ -58,6 +62,8 @@ def _guess(shapes: Sequence[Shape], layouts: Sequence[Layout | None], target: Sh
     if len(live) != 1 or len(live[0][0]) != len(target):
         return None
     shape, layout = live[0]
+    if not sample_dims(layout, shape):  # one sample's: of the target, only what was read is
+        return None
     return carry(layout, shape, target, [d if shape[d] == target[d] else None for d in range(len(shape))])
 
 
@@ -66,10 +72,10 @@ def probe_slots(tape: Tape, losses: Tensor, slots: Sequence[Slot]) -> dict[Slot,
     edges = [GradientEdge(node, nr) for node, nr in slots]
     samples = torch.arange(len(losses), device=losses.device)
 
-    def run(scale: Callable[[Tensor], Tensor] | None) -> _Outputs:
-        cotangent = torch.ones_like(losses) if scale is None else scale(samples).to(losses.dtype)
-        grads = torch.autograd.grad(losses, edges, cotangent, retain_graph=True, allow_unused=True)
-        return [_plain(t) for t in grads]
+    def run(scales: Sequence[_Scale | None]) -> list[_Outputs]:
+        cotangents = [torch.ones_like(losses) if scale is None else scale(samples).to(losses.dtype) for scale in scales]
+        runs = [torch.autograd.grad(losses, edges, c, retain_graph=True, allow_unused=True) for c in cotangents]
+        return [[_plain(t) for t in grads] for grads in runs]
 
     fates = _ask(run, [tape.shape(s) for s in slots], len(losses), base=_base(losses.dtype))
     return dict(zip(slots, fates, strict=True))
@@ -95,7 +101,7 @@ def _base(dtype: torch.dtype) -> int:
 
 
 def _ask(
-    run: Callable[[Callable[[Tensor], Tensor] | None], _Outputs],
+    run: Callable[[Sequence[_Scale | None]], list[_Outputs]],
     shapes: Sequence[Shape | None],
     batch: int,
     base: int,
@@ -104,10 +110,10 @@ def _ask(
     """Run once plain and once per digit of the sample number, and read the samples from the ratios."""
     places = [base**j for j in range(64) if base**j < batch]
 
-    def power(place: int) -> Callable[[Tensor], Tensor]:
+    def power(place: int) -> _Scale:
         return lambda mark: torch.exp2((mark.clamp(min=0) // place % base + 1).to(torch.float64))
 
-    plain, scaled = run(None), [run(power(place)) for place in places]
+    plain, *scaled = run([None, *[power(place) for place in places]])
     fates: list[Fate] = []
     for k, one in enumerate(plain):
         shape = None if one is None else tuple(one.shape) if shapes[k] is _OWN else shapes[k]

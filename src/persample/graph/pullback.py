@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from ..factors import Dense, Factor, Outer, View
@@ -101,14 +100,19 @@ def _padded(stack: Tensor, target: Shape, dim: int, where: slice) -> Tensor:
     return whole
 
 
+def lifted(site: Site, factor: Factor) -> Factor | None:
+    """The factor of a node's one input without stacking, if the node is a view or a cast."""
+    lift = LIFTS.get(site.name)
+    return None if lift is None or len(site.shapes) != 1 else lift(site, factor, site.target(0))
+
+
 def pull(site: Site, factors: Sequence[Factor | None], batch: int) -> dict[int, Factor]:
     """The factors of a node's inputs from those of its outputs."""
     wanted = [k for k, _ in site.outputs]
-    live = [f for f in factors if f is not None]
-    if len(live) == 1 and len(site.shapes) == 1 and site.name in LIFTS and wanted == [0]:
-        lifted = LIFTS[site.name](site, live[0], site.target(0))
-        if lifted is not None:
-            return {0: lifted}
-    with torch.no_grad():
-        stacks = [None if f is None else f.stack() for f in factors]
-        return {k: Dense(v) for k, v in push_stacked(site, stacks, batch, wanted).items()}
+    first = factors[0]
+    if first is not None and wanted == [0]:
+        found = lifted(site, first)
+        if found is not None:
+            return {0: found}
+    stacks = [None if f is None else f.stack() for f in factors]
+    return {k: Dense(v) for k, v in push_stacked(site, stacks, batch, wanted).items()}

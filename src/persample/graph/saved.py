@@ -2,15 +2,14 @@
 
 Holds for torch 2.9 to 2.13; ``tests/graph/test_saved.py`` checks the names and behaviours used here.
 
-Non-reentrant checkpointing lets every saved tensor be unpacked once per backward. A read during the backward
-would use up the node's own turn, and a read outside of one recomputes the region each time. So the reads of a
-region are done together, inside a small backward of their own: the region is recomputed once for us and once
-for the engine.
+Non-reentrant checkpointing lets every saved tensor be unpacked once per backward, and recomputes a region once per
+backward that unpacks anything of it. A read during the backward would use up the node's own turn; `unpacked_often`
+lifts that limit, so that reading costs no recomputation beyond the engine's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, TypeGuard
@@ -92,8 +91,7 @@ def _holders(node: Node) -> dict[str, Any]:
     """Saved tensors of a node that a checkpoint will recompute: name -> its holder."""
     found = {}
     for name in _raw_names(type(node)):
-        raw = getattr(node, f"_raw_saved_{name}")
-        packed = getattr(raw, "data", None)
+        packed = getattr(getattr(node, f"_raw_saved_{name}"), "data", None)
         if packed is not None and hasattr(packed, "handles"):
             found[name] = packed
     return found
@@ -149,17 +147,44 @@ def scratch_restored(node: Any) -> Iterator[None]:
         now.data.copy_(then)
 
 
-def read_region(first: Node, others: Iterable[Node]) -> dict[Node, dict[str, Tensor]]:
-    """All saved tensors of ``first`` and of those ``others`` that lie in the same checkpointed region."""
-    found: dict[Node, dict[str, Tensor]] = {}
+class _Kept(dict[int, Any]):
+    """A checkpoint's handles to recomputed tensors, which it strikes out by None after one use: not from this dict."""
 
-    def read() -> None:
-        task = torch._C._current_graph_task_id()
-        found[first] = {name: getattr(first, f"_saved_{name}").detach() for name in _holders(first)}
-        for node in others:
-            names = [name for name, holder in _holders(node).items() if holder.handles.get(task) is not None]
-            if names and node is not first:
-                found[node] = {name: getattr(node, f"_saved_{name}").detach() for name in names}
+    def __setitem__(self, task: int, handle: Any) -> None:
+        if handle is not None:
+            super().__setitem__(task, handle)
 
-    in_own_task(read)
-    return found
+
+@contextmanager
+def unpacked_often(node: Node) -> Iterator[None]:
+    """Let a checkpointed node's saved tensors be unpacked any number of times, and once more by the engine after."""
+    holders = list(_holders(node).values())
+    task = torch._C._current_graph_task_id()
+    before = [set(holder.handles) for holder in holders]
+    for holder in holders:
+        holder.handles = _Kept(holder.handles)
+    try:
+        yield
+    finally:
+        for holder, tasks in zip(holders, before, strict=True):
+            holder.handles = {t: h for t, h in holder.handles.items() if t in tasks or t == task}
+
+
+def read_ahead(node: Node) -> dict[str, Tensor]:
+    """All saved tensors of a checkpointed node, while the engine is still to come to it."""
+    with unpacked_often(node):
+        return {name: getattr(node, f"_saved_{name}").detach() for name in _holders(node)}
+
+
+def is_recomputed(node: Node) -> bool:
+    """Has the backward under way already recomputed the checkpointed region of this node?"""
+    task = torch._C._current_graph_task_id()
+    return any(holder.handles.get(task) is not None for holder in _holders(node).values())
+
+
+def let_go(node: Node) -> None:
+    """Drop what was recomputed for a node that the engine will not come to."""
+    task = torch._C._current_graph_task_id()
+    for holder in _holders(node).values():
+        if task in holder.handles:
+            holder.handles[task] = None

@@ -1,0 +1,82 @@
+"""The way in: from losses and parameters to factors, with everything checked that only this call can show."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from .._errors import InteractionError, PerformanceWarning, UnsupportedError
+from ..factors import Dense, Factor, Masked
+from .capture import Capture, Sink
+from .interaction import interactions
+from .plan import plan
+from .tape import Tape, walk
+
+
+def capture_into(
+    losses: Tensor, params: Mapping[str, Tensor], sink: Sink, *, retain_graph: bool, independent: bool = False
+) -> None:
+    """Hand the factor of every parameter that the losses reach to ``sink``, as soon as it is complete."""
+    if not len(losses) or not params:
+        return
+    if losses.grad_fn is None:
+        for name, p in params.items():
+            if p is losses:
+                sink(name, Masked(torch.ones_like(p), torch.arange(len(p)), len(p)))
+    elif len(losses) == 1:
+        _one_sample(losses, params, sink, retain_graph)
+    else:
+        found = plan(losses, list(params.values()))
+        _check_reached(found.tape, params)
+        meeting = interactions(found.tape, found.map)
+        if meeting:
+            _report_interaction(meeting, independent)
+        Capture(found, losses, params, sink).run(retain_graph)
+
+
+def capture(
+    losses: Tensor, params: Mapping[str, Tensor], *, retain_graph: bool, independent: bool = False
+) -> dict[str, Factor]:
+    """The factor of every parameter that the losses reach."""
+    found: dict[str, Factor] = {}
+    capture_into(losses, params, found.__setitem__, retain_graph=retain_graph, independent=independent)
+    return found
+
+
+def _one_sample(losses: Tensor, params: Mapping[str, Tensor], sink: Sink, retain_graph: bool) -> None:
+    """One sample: an ordinary backward, on a graph that was looked at all the same."""
+    _check_reached(walk(losses, params.values()), params)
+    grads = torch.autograd.grad(losses, list(params.values()), retain_graph=retain_graph, allow_unused=True)
+    for name, g in zip(params, grads, strict=True):
+        if g is not None:
+            sink(name, Dense((g.to_dense() if g.is_sparse else g).detach().unsqueeze(0)))
+
+
+def _check_reached(tape: Tape, params: Mapping[str, Tensor]) -> None:
+    """Never answer zeros for a parameter that the graph holds under another name."""
+    reached = {id(p) for p in tape.leaves.values()}
+    hidden = [name for name, p in params.items() if id(p) not in reached and hasattr(p, "_local_tensor")]
+    if hidden and tape.others:
+        raise UnsupportedError(
+            f"sharded parameters {hidden} are not leaves of this graph, which holds {len(tape.others)} unsharded ones: "
+            f"per-sample gradients of sharded models are not supported here"
+        )
+
+
+def _report_interaction(ops: Sequence[str], independent: bool) -> None:
+    where = ", ".join(ops)
+    if independent:
+        raise InteractionError(
+            f"samples interact in {where}: one sample's loss depends on another sample (or the op's backward is not "
+            f"linear). Use layers that keep samples apart (GroupNorm for BatchNorm, or model.eval()), or drop "
+            f"independent=True for the exact Jacobian rows"
+        )
+    warnings.warn(
+        f"samples interact in {where}: the answer is the exact Jacobian, at the price of one cotangent per sample for "
+        f"everything below.",
+        PerformanceWarning,
+        stacklevel=4,
+    )

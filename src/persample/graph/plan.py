@@ -1,0 +1,52 @@
+"""The frontier: where samples meet what they share, and what to ask the engine for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from .assign import Map, assign
+from .tape import Slot, Tape, is_leaf, walk
+
+
+@dataclass(slots=True)
+class Plan:
+    """What to ask the engine for, and where factors are made."""
+
+    tape: Tape
+    map: Map
+    frontier: dict[Node, list[int]] = field(default_factory=dict)  # separable node -> outputs into shared tensors
+    hooked: list[Node] = field(default_factory=list)  # frontier nodes on the way to others: caught in passing
+    requested: list[Slot] = field(default_factory=list)  # cotangents that the engine is to return
+
+
+def plan(losses: Tensor, params: Sequence[Tensor]) -> Plan:
+    """Read the graph and decide; nothing of it is run, but for probes where this call's data decide."""
+    tape = walk(losses, params)
+    found = Plan(tape, assign(tape, losses))
+    inner: set[Node] = set()  # nodes from which the engine goes on to something requested
+    for node in reversed(tape.order):
+        states = [found.map.cotangents.get((node, nr)) for nr in range(len(tape.shapes(node)))]
+        if node in found.map.batched or all(state is None for state in states):
+            continue
+        if is_leaf(node):
+            found.requested.append((node, 0))
+            inner.add(node)
+            continue
+        outputs = found.map.sites[node].outputs
+        crossing = [
+            k for k, slot in outputs if slot[0] in found.map.batched and found.map.flows.get((node, k)) is not None
+        ]
+        going_on = any(slot[0] in inner for _, slot in outputs)
+        if crossing:
+            found.frontier[node] = crossing
+            if going_on:
+                found.hooked.append(node)
+            else:
+                found.requested += [(node, nr) for nr, state in enumerate(states) if state is not None]
+        if crossing or going_on:
+            inner.add(node)
+    return found
