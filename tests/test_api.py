@@ -181,3 +181,12 @@ def test_several_dtypes_in_one_model(B: int) -> None:
     assert [g.dtype for g in got.values()] == [torch.bfloat16, torch.float32, torch.float64, torch.float64]
     assert_same(got, want, rtol=1e-2)
     assert_same({k: got[k] for k in ("weight", "bias")}, {k: want[k] for k in ("weight", "bias")})
+
+
+@pytest.mark.parametrize("B", [1, 3])
+def test_sharded_parameters_are_not_answered_with_zeros(B: int) -> None:
+    """The graph of a sharded model holds other leaves than `model.parameters()`."""
+    model, shard = mlp(), nn.Parameter(torch.zeros(2))
+    shard._local_tensor = shard.data  # type: ignore[attr-defined]
+    with pytest.raises(ps.UnsupportedError, match=r"sharded parameters \['1'\] are not leaves .* not supported"):
+        ps.grad(losses_of(model, B), [model[0].weight, shard])

@@ -198,15 +198,15 @@ def test_a_reentrant_checkpoint_is_refused_for_one_sample_too() -> None:
 
 
 MEMORY = """
-import resource, sys, torch, persample as ps
+import re, sys, torch, persample as ps
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+def peak():  # getrusage would count the process that started this one
+    return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 1024
 
 torch.set_num_threads(1)
-net = nn.ModuleList(nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(64, 64), nn.Tanh())]) for _ in range(12))
+net = nn.ModuleList(nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(64, 64), nn.Tanh())]) for _ in range(24))
 x = torch.randn(2, 4096, 64)  # 2 MB per activation
 ps.grad(net[0](x[:, :9]).square().sum((1, 2)), net[0])
 before, h = peak(), x
@@ -225,8 +225,8 @@ def megabytes(*args: str) -> float:
     return float(done.stdout)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="glibc's settings")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and sets up glibc")
 def test_checkpointing_still_saves_memory() -> None:
-    checkpointed, plain = megabytes("checkpoint", "grad"), megabytes("plain", "grad")
-    assert checkpointed < 0.7 * plain, f"{checkpointed:.0f} MB with, {plain:.0f} MB without checkpointing"
-    assert megabytes("checkpoint", "backward") < 0.7 * megabytes("plain", "backward")
+    ours, plain, ordinary = megabytes("checkpoint", "grad"), megabytes("plain", "grad"), megabytes("checkpoint", "backward")
+    assert ours < 0.75 * plain, f"{ours:.0f} MB with, {plain:.0f} MB without checkpointing"
+    assert ours < 1.5 * ordinary, f"{ours:.0f} MB, an ordinary backward {ordinary:.0f} MB"

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import warnings
 
-import persample as ps
 import pytest
-import torch
 from hypothesis import HealthCheck, assume, given, note, settings
 from hypothesis import strategies as st
+from torch import Tensor
+
+import persample as ps
 from persample.graph.plan import plan
 from tests.graph.claims import refuted_cotangents
 from tests.programs import OPS, Program, random_losses
 from tests.reference import assert_same, definition
-from torch import Tensor
 
 CHECKED = settings(
     derandomize=True,

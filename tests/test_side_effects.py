@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import persample as ps
-from persample.graph.capture import Capture, plan
+from persample.graph.capture import Capture
+from persample.graph.plan import plan
 from tests.reference import assert_same, definition
 
 Program = tuple[nn.Module, Callable[[], Tensor]]

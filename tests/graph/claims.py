@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
+from functools import lru_cache
 
 import torch
-from persample.graph.assign import Map
-from persample.graph.capture import Plan
-from persample.graph.flows.pointwise import POINTWISE
-from persample.graph.invoke import call, sum_to
-from persample.graph.layout import Layout, labels
-from persample.graph.probe import probe_node
-from persample.graph.saved import in_checkpoint
-from persample.graph.site import Fate, Flow, Site
-from persample.graph.tape import is_leaf
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
+from persample.graph.assign import Map
+from persample.graph.invoke import call, sum_to
+from persample.graph.layout import Layout, labels
+from persample.graph.plan import Plan
+from persample.graph.probe import probe_node
+from persample.graph.saved import in_checkpoint
+from persample.graph.site import Fate, Flow, Site
+from persample.graph.tape import is_leaf
+
 
 def some_samples(batch: int) -> list[int]:
     """All samples of a batch, or some of a large one, the first and the last among them."""
-    return sorted({*range(0, batch, max(batch // 8, 1)), batch - 1})
+    return sorted({*range(0, batch, -(-batch // 5)), batch - 1})
 
 
 def refuted_cotangents(plan: Plan, losses: Tensor) -> list[str]:
@@ -47,7 +48,7 @@ def refuted_flows(plan: Plan) -> list[str]:
     """
     refuted = []
     for site, layouts in _separable(plan.map):
-        if _seen_before(site, layouts):
+        if _seen_before(plan, site, layouts):
             continue
         answers = {"probe": probe_node(site, layouts, plan.map.batch)}
         if site.node not in plan.map.probed:
@@ -78,12 +79,32 @@ def _refutes(claim: Fate, g: Tensor | None, i: int) -> str | None:
 _SEEN: set[Hashable] = set()
 
 
-def _seen_before(site: Site, layouts: Sequence[Layout | None]) -> bool:
-    """Elementwise rules go by shapes alone, and many cases share their losses' last nodes: ask each once."""
-    if site.name not in POINTWISE:
-        return False
-    key = (site.name, site.shapes, *[None if slot is None else site.target(k) for k, slot in enumerate(site.edges)], str(layouts))
-    return key in _SEEN or bool(_SEEN.add(key))
+def _seen_before(plan: Plan, site: Site, layouts: Sequence[Layout | None]) -> bool:
+    """Most rules go by shapes and dims alone, which cases and loops repeat many times over: ask each once."""
+    targets = [None if slot is None else site.target(k) for k, slot in enumerate(site.edges)]
+    key = (site.name, site.shapes, *targets, str(layouts), *_numbers(site.node))
+    seen = key in _SEEN
+    _SEEN.add(key)
+    return seen and site.node not in plan.map.probed and site.name not in READS_INDEX
+
+
+READS_INDEX = frozenset("Index UnsafeIndex IndexSelect Embedding EmbeddingBag IndexAdd IndexCopy".split())
+
+
+def _numbers(node: Node) -> Iterator[Hashable]:
+    """The dims, steps and flags that a node has saved, but no tensors."""
+    for name in _saved_names(type(node)):
+        value = getattr(node, name)
+        if value is None or isinstance(value, (int, float, str)):
+            yield value
+        elif isinstance(value, tuple) and not any(isinstance(v, Tensor) for v in value):
+            yield str(value)
+
+
+@lru_cache
+def _saved_names(kind: type[Node]) -> tuple[str, ...]:
+    tensors = {name.removeprefix("_raw") for name in dir(kind) if name.startswith("_raw_saved_")}
+    return tuple(name for name in dir(kind) if name.startswith("_saved_") and name not in tensors)
 
 
 def _separable(map: Map) -> Iterator[tuple[Site, Sequence[Layout | None]]]:

@@ -8,8 +8,9 @@ from math import prod
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from persample.graph.layout import Block, Labels, Layout, Shape
 from torch import Tensor
+
+from persample.graph.layout import Block, Labels, Layout, Shape
 
 # The same examples in every run; what was found once is not remembered, but written down as an example.
 repeatable = settings(derandomize=True, deadline=None, database=None, print_blob=False, max_examples=100)

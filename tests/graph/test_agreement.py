@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from persample.graph.plan import plan
 from tests.cases import CASES, Case
 from tests.graph.claims import refuted_cotangents, refuted_flows

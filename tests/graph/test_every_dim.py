@@ -8,14 +8,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 
-import persample as ps
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
+import persample as ps
 from persample.graph.plan import plan
 from tests.graph.claims import refuted_cotangents, refuted_flows
 from tests.reference import assert_same, definition
-from torch import Tensor
 
 N = 4
 _GENERATOR = torch.Generator().manual_seed(0)
@@ -89,7 +90,9 @@ ARRANGING: dict[str, Op] = {
     "pixel shuffle": lambda h: F.pixel_shuffle(h.unsqueeze(0), 2)[0].reshape(N, N, N),
     "channel shuffle": lambda h: F.channel_shuffle(h.unsqueeze(0), 2)[0],
     "movedim": lambda h: h.movedim(0, 2),
-    "complex view": lambda h: torch.view_as_real(torch.view_as_complex(h.reshape(N, N, 2, 2).contiguous())).reshape(N, N, N),
+    "complex view": lambda h: torch.view_as_real(torch.view_as_complex(h.reshape(N, N, 2, 2).contiguous())).reshape(
+        N, N, N
+    ),
     "block_diag": lambda h: torch.block_diag(h[0], h[1])[2:6, 2:6],
     "kron": lambda h: torch.kron(h[0], h[:, 1])[3:7, 5:9],
     "cartesian": lambda h: torch.cartesian_prod(h[0, 0], h[0, :, 1])[:N],
@@ -238,7 +241,9 @@ MIXING: dict[str, Op] = {
     "stft": lambda h: torch.stft(h[0], 4, 1, window=torch.ones(4).double(), return_complex=True).abs()[:, :, :N],
     "lp_pool": lambda h: F.lp_pool1d(h.abs() + 0.1, 2, 2).repeat(1, 1, 2),
     "max_unpool": lambda h: F.max_unpool1d(*F.max_pool1d(h, 2, return_indices=True), 2),
-    "fractional": lambda h: F.fractional_max_pool2d(h, 2, output_size=2, _random_samples=CUBE[None, :, 0, :2].sigmoid()),
+    "fractional": lambda h: F.fractional_max_pool2d(
+        h, 2, output_size=2, _random_samples=CUBE[None, :, 0, :2].sigmoid()
+    ),
     "affine_grid": lambda h: F.affine_grid(h[:, :2, :3], [N, 1, 2, 2], align_corners=False).reshape(N, N, 2),
     "trilinear resize": lambda h: F.interpolate(h[None, None], (N, N, N), mode="trilinear", align_corners=True)[0, 0],
     "bicubic": lambda h: F.interpolate(h.unsqueeze(0), (N, N), mode="bicubic", align_corners=True)[0],
@@ -255,7 +260,9 @@ MIXING: dict[str, Op] = {
     "dropout": lambda h: F.dropout(h, 0.5),
     "embedding_bag max": lambda h: F.embedding_bag(PLACES[0], h[1], mode="max"),
     "embedding_bag mean": lambda h: F.embedding_bag(PLACES[0], h[:, 2], mode="mean"),
-    "segments": lambda h: torch.segment_reduce(h, "mean", lengths=torch.tensor([1, 2, 0, 1]), axis=0, unsafe=True, initial=0),
+    "segments": lambda h: torch.segment_reduce(
+        h, "mean", lengths=torch.tensor([1, 2, 0, 1]), axis=0, unsafe=True, initial=0
+    ),
     "local max": lambda h: F.max_pool3d(h[None], 2, 1)[0].repeat(2, 2, 2)[:N, :N, :N],
     "bucket": lambda h: h * torch.bucketize(h.detach(), torch.linspace(-1, 1, 5).double()),
 }
@@ -286,7 +293,9 @@ PRODUCTS: dict[str, Op] = {
     "attention": lambda h: F.scaled_dot_product_attention(h, CUBE, h.sin()),
     "attention four": lambda h: F.scaled_dot_product_attention(*(h.unsqueeze(d) for d in (0, 0, 0)))[0],
     "attention masked": lambda h: F.scaled_dot_product_attention(CUBE[None], h[None], CUBE[None], attn_mask=h[:1])[0],
-    "attention grouped": lambda h: F.scaled_dot_product_attention(h[None], h[None, :2], h[None, 2:], enable_gqa=True)[0],
+    "attention grouped": lambda h: F.scaled_dot_product_attention(h[None], h[None, :2], h[None, 2:], enable_gqa=True)[
+        0
+    ],
     "matrix_power": lambda h: torch.linalg.matrix_power(regular(h), 2),
     "chain": lambda h: torch.linalg.multi_dot([h[0], h[1], h[2]]),
     "cross": lambda h: torch.linalg.cross(h[:, :, :3], CUBE[:, :, 1:]).repeat(1, 1, 2)[..., :N],

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import persample as ps
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
+import persample as ps
 from persample.graph.plan import plan
 from tests.graph.claims import refuted_cotangents
 from tests.reference import assert_same, definition
-from torch import Tensor
 
 N = 4
 _GENERATOR = torch.Generator().manual_seed(0)
@@ -66,7 +67,10 @@ USES: dict[str, tuple[Shapes, Callable[..., Tensor]]] = {
     "conv1d depthwise": (((N, 1, 3), V), lambda x, w, b: F.conv1d(x, w, b, padding=1, groups=N)),
     "conv1d strided": (((N, N, 2),), lambda x, w: F.conv1d(x, w, stride=2, dilation=2)),
     "conv1d unbatched": (((N, N, 3),), lambda x, w: F.conv1d(x[0], w, padding=1)),
-    "conv1d folded": (((N, N, 3), V), lambda x, w, b: F.conv1d(x.reshape(2, 8, N).reshape(N, N, N).transpose(0, 1), w, b)),
+    "conv1d folded": (
+        ((N, N, 3), V),
+        lambda x, w, b: F.conv1d(x.reshape(2, 8, N).reshape(N, N, N).transpose(0, 1), w, b),
+    ),
     "conv2d": (((N, 1, 2, 2), V), lambda x, w, b: F.conv2d(x.unsqueeze(1), w, b, padding=1)),
     "conv2d one image": (((N, N, 3, 3), V), lambda x, w, b: F.conv2d(x.unsqueeze(0), w, b, padding=1)),
     "conv3d": (((2, 1, 2, 2, 2),), lambda x, w: F.conv3d(x[None, None], w)[0]),
@@ -151,10 +155,16 @@ USES: dict[str, tuple[Shapes, Callable[..., Tensor]]] = {
     "attention bias": ((C,), lambda x, b: F.scaled_dot_product_attention(x, x, x, attn_mask=b)),
     "distances": ((M,), lambda x, w: torch.cdist(x, w)),
     "solve": ((M,), lambda x, w: torch.linalg.solve(0.1 * w + 3 * torch.eye(N).double(), x)),
-    "triangular": ((M,), lambda x, w: torch.linalg.solve_triangular((0.1 * w + 3 * torch.eye(N)).double().tril(), x, upper=False)),
+    "triangular": (
+        (M,),
+        lambda x, w: torch.linalg.solve_triangular((0.1 * w + 3 * torch.eye(N)).double().tril(), x, upper=False),
+    ),
     "fourier": ((M,), lambda x, w: torch.fft.irfft(torch.fft.rfft(x) * torch.fft.rfft(w), N)),
     "complex": ((M, M), lambda x, a, b: (torch.complex(x, x.sin()) @ torch.complex(a, b)).abs()),
-    "grid": (((1, 2, N, N),), lambda x, w: F.grid_sample(w.expand(N, 2, N, N), x[..., :2].unsqueeze(1).tanh(), align_corners=False)),
+    "grid": (
+        ((1, 2, N, N),),
+        lambda x, w: F.grid_sample(w.expand(N, 2, N, N), x[..., :2].unsqueeze(1).tanh(), align_corners=False),
+    ),
     "recurrent": ((M, M), lambda x, w, u: _recurrent(x, w, u)),
     "shared term": ((M,), lambda x, w: x + w.square().sum()),
     "hypernetwork": ((C,), lambda x, w: torch.einsum("abc,acd->abd", x, torch.einsum("ab,bcd->acd", x[:, 0], w))),

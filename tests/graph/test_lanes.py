@@ -7,10 +7,11 @@ from math import prod
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
+
 from persample.graph.lanes import Lanes, one_sample, sum_per_sample
 from persample.graph.layout import Block, Labels, Layout, Shape, sample_dims
 from tests.graph.explicit import explicit, layouts, repeatable, varying
-from torch import Tensor
 
 
 def numbers(*shape: int) -> Tensor:

@@ -8,6 +8,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
+
 from persample.graph.layout import (
     NOBODY,
     Block,
@@ -34,7 +36,6 @@ from tests.graph.explicit import (
     repeatable,
     varying,
 )
-from torch import Tensor
 
 
 def same(found: Layout, shape: Shape, want: Tensor) -> bool:
@@ -140,8 +141,10 @@ def test_carry_follows_what_is_kept(drawn: tuple[Layout, Shape], data: st.DataOb
             label = label.narrow(d, 0, 1)
     source = [next((d for d in range(rank) if to_dims[d] == e), None) for e in range(len(to_shape))]
     rest = [d for d in range(rank) if d not in source]
-    label = label.permute([d for d in source if d is not None] + rest).flatten(len(kept)).select(-1, 0) if rest else (
-        label.permute([d for d in source if d is not None])
+    label = (
+        label.permute([d for d in source if d is not None] + rest).flatten(len(kept)).select(-1, 0)
+        if rest
+        else (label.permute([d for d in source if d is not None]))
     )
     sizes = iter(label.shape)
     want = label.reshape([1 if d is None else next(sizes) for d in source]).expand(to_shape)
@@ -254,9 +257,7 @@ def test_join_of_two_blocks(data: st.DataObject) -> None:
         ((2, 6), Block(4, 1), (0, 1), 1, None),  # a view across the batch: three samples and a half per row
     ],
 )
-def test_known_layouts(
-    shape: Shape, block: Block, dims: Shape, dim: int, parts: tuple[int, int] | None
-) -> None:
+def test_known_layouts(shape: Shape, block: Block, dims: Shape, dim: int, parts: tuple[int, int] | None) -> None:
     assert sample_dims(block, shape) == dims
     assert split(block, shape, dim) == parts
 

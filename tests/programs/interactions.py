@@ -29,6 +29,7 @@ def interact(w: Program) -> bool:
         w.h = w.h + 0.5 * w.h.index_select(d, w.permutation(n))
     elif w.h.ndim == 2 and len(w.h) > 1:
         w.h = F.batch_norm(w.h, None, None, w.weight(w.h.shape[1]), w.weight(w.h.shape[1]), training=True, eps=0.1)
+        w.h = w.h.flatten().view(w.h.shape)  # see channel_norm
     return True
 
 

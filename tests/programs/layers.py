@@ -107,6 +107,7 @@ def channel_norm(w: Program) -> bool:
     else:
         mean, var = w.randn(channels), w.randn(channels).square() + 0.5
         w.h = F.batch_norm(w.h, mean, var, scale, shift, training=False)
+    w.h = w.h.flatten().view(w.h.shape)  # PyTorch's batch norm on CPU gets some transposed cotangents wrong
     return True
 
 
@@ -125,7 +126,10 @@ def convolution(w: Program) -> bool:
     if transposed:
         weight = w.weight(channels, per_group, *kernel)
         fn: Any = F.conv_transpose1d if rank == 1 else F.conv_transpose2d
-        if any((n - 1) * options["stride"] - 2 * options["padding"] + k < 1 for n, k in zip(w.h.shape[2:], kernel, strict=True)):
+        if any(
+            (n - 1) * options["stride"] - 2 * options["padding"] + k < 1
+            for n, k in zip(w.h.shape[2:], kernel, strict=True)
+        ):
             return False
     else:
         weight = w.weight(groups * per_group, channels // groups, *kernel)

@@ -16,7 +16,7 @@ from .invoke import is_compiled, is_opaque
 from .layout import Block, Layout, join
 from .probe import probe_node, probe_slots
 from .saved import constants, in_checkpoint
-from .site import COMPUTES, READS, Fate, Flow, Site
+from .site import READS, Fate, Flow, Site
 from .tape import Slot, Tape, is_leaf, op_name
 
 
@@ -101,8 +101,7 @@ class _Assignment:
 
     def _holds_rows(self, node: Node) -> bool:
         """Does a node compute with rows of data that may be the batch's?"""
-        name = op_name(node)
-        if name not in COMPUTES and name not in READS:
+        if node not in self.tape.fed and op_name(node) not in READS:
             return False
         return in_checkpoint(node) or any(
             (t.ndim > 1 or not t.is_floating_point()) and len(t) % self.map.batch == 0

@@ -56,9 +56,11 @@ class Capture:
         finally:
             for handle in handles:
                 handle.remove()
-        with torch.no_grad():
-            self._take_requested(cotangents)
-            self._finish()
+        left = [node for node in self.tape.order if node in self.pending or node in self.map.batched]
+        if any(saved.in_checkpoint(node) for node in left if not is_leaf(node)):
+            saved.in_own_task(lambda: self._finish(cotangents))  # one recomputation of each region for all of them
+        else:
+            self._finish(cotangents)
 
     def _hook(self, node: Node) -> RemovableHandle:
         return node.register_prehook(lambda grads: self._consume(node, grads))
@@ -170,13 +172,7 @@ class Capture:
         """Read what a checkpointed node saved; and, as its region is there, what the engine will not come to in it."""
         if site.recomputed or not saved.in_checkpoint(site.node):
             return
-        if not saved.in_backward():  # the engine is done: a recomputation for what it had no need of
-            saved.in_own_task(lambda: self._read_now(site.node))
-        else:
-            self._read_now(site.node)
-
-    def _read_now(self, node: Node) -> None:
-        self.map.sites[node].recomputed = saved.read_ahead(node)
+        site.recomputed = saved.read_ahead(site.node)
         for other in self.terminal:
             if other in self.pending and saved.is_recomputed(other):
                 self.map.sites[other].recomputed = saved.read_ahead(other)
@@ -210,8 +206,9 @@ class Capture:
         self.waiting[node] = -1
         return [(slot, factor)]
 
-    def _finish(self) -> None:
-        """Pull back what is left, from the losses down."""
+    def _finish(self, cotangents: dict[Slot, Tensor]) -> None:
+        """Take what the engine returned, and pull back what is left, from the losses down."""
+        self._take_requested(cotangents)
         for node in self.tape.order:
             if node not in self.map.batched or self.waiting.get(node) == -1:
                 continue
@@ -221,7 +218,9 @@ class Capture:
             site = self.map.sites[node]
             factors = [self._take((node, nr)) for nr in range(len(site.shapes))]
             if any(f is not None for f in factors):
-                for k, factor in pull(site, factors, self.map.batch).items():
+                with torch.no_grad():
+                    found = pull(site, factors, self.map.batch)
+                for k, factor in found.items():
                     slot = site.edges[k]
                     assert slot is not None
                     self.terms.setdefault(slot, []).append(factor)

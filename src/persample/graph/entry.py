@@ -12,6 +12,7 @@ from .._errors import InteractionError, PerformanceWarning, UnsupportedError
 from ..factors import Dense, Factor, Masked
 from .capture import Capture, Sink
 from .interaction import interactions
+from .invoke import is_opaque
 from .plan import plan
 from .tape import Tape, walk
 
@@ -34,6 +35,8 @@ def capture_into(
         meeting = interactions(found.tape, found.map)
         if meeting:
             _report_interaction(meeting, independent)
+        elif independent:
+            _refuse_unseen(found.tape)
         Capture(found, losses, params, sink).run(retain_graph)
 
 
@@ -63,6 +66,16 @@ def _check_reached(tape: Tape, params: Mapping[str, Tensor]) -> None:
         raise UnsupportedError(
             f"sharded parameters {hidden} are not leaves of this graph, which holds {len(tape.others)} unsharded ones: "
             f"per-sample gradients of sharded models are not supported here"
+        )
+
+
+def _refuse_unseen(tape: Tape) -> None:
+    """Independence cannot be promised for data that goes straight into a node whose inside nobody sees."""
+    hidden = list(dict.fromkeys(type(node).__name__ for node in tape.order if node in tape.fed and is_opaque(node)))
+    if hidden:
+        raise InteractionError(
+            f"cannot see inside {', '.join(hidden)}, which is given data and weights: whether samples interact there "
+            f"is unknown. Ask the same of the model without torch.compile or custom Functions, or drop independent=True"
         )
 
 

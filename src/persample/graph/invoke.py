@@ -10,7 +10,16 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from .layout import Shape
-from .saved import in_backward, in_checkpoint, in_own_task, is_custom, metadata, scratch_restored, unpacked_often
+from .saved import (
+    in_backward,
+    in_checkpoint,
+    in_own_task,
+    in_plain_task,
+    is_custom,
+    metadata,
+    scratch_restored,
+    unpacked_often,
+)
 from .tape import Slot
 
 T = TypeVar("T")
@@ -56,11 +65,12 @@ def call_each(
 
     if is_compiled(node):
         _call_compiled(node, rows, edges, lambda outputs: results.append(take(outputs)))
-    elif in_backward() or in_checkpoint(node):
-        with unpacked_often(node):
-            in_own_task(run)
     else:
-        run()
+        with unpacked_often(node):
+            if in_plain_task() or not (in_backward() or in_checkpoint(node)):
+                run()
+            else:
+                in_own_task(run)
     return results
 
 

@@ -30,13 +30,16 @@ def plan(losses: Tensor, params: Sequence[Tensor]) -> Plan:
     inner: set[Node] = set()  # nodes from which the engine goes on to something requested
     for node in reversed(tape.order):
         states = [found.map.cotangents.get((node, nr)) for nr in range(len(tape.shapes(node)))]
-        if node in found.map.batched or all(state is None for state in states):
+        outputs = found.map.sites[node].outputs
+        if node in found.map.batched:
+            continue
+        if all(state is None for state in states):  # zeros flow here, but the engine walks on all the same
+            inner.update([node] if any(slot[0] in inner for _, slot in outputs) else [])
             continue
         if is_leaf(node):
             found.requested.append((node, 0))
             inner.add(node)
             continue
-        outputs = found.map.sites[node].outputs
         crossing = [
             k for k, slot in outputs if slot[0] in found.map.batched and found.map.flows.get((node, k)) is not None
         ]

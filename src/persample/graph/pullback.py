@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from ..factors import Dense, Factor, Outer, View
+from ..factors import Dense, Factor, Outer, Rows, View
 from .fallback import push_stacked
 from .flows.shapes import slice_of
 from .layout import Shape
@@ -91,6 +91,23 @@ def _select(site: Site, factor: Factor, target: Shape) -> Factor | None:
     dim = site.number("dim") % len(target)
     place = site.number("index") % target[dim]
     return View(factor, target, lambda stack: _padded(stack.unsqueeze(dim + 1), target, dim, slice(place, place + 1)))
+
+
+@lift("Embedding IndexSelect")
+def _table(site: Site, factor: Factor, target: Shape) -> Factor | None:
+    """A table read once for all samples: positions, relative distances."""
+    if site.name == "IndexSelect":
+        ids, padding = site.tensor("index"), -1
+        plain = site.number("dim") % len(target) == 0
+    else:
+        ids, padding = site.tensor("indices"), site.number("padding_idx")
+        plain = not site.value("scale_grad_by_freq")
+    if not plain:
+        return None
+    flat = ids.reshape(-1)
+    flat = flat.masked_fill(flat == padding, -1) if padding >= 0 else flat
+    dy = factor.stack().reshape(factor.batch, len(flat), *target[1:])
+    return Rows(flat.expand(factor.batch, -1), dy, target[0])
 
 
 def _padded(stack: Tensor, target: Shape, dim: int, where: slice) -> Tensor:

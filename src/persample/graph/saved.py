@@ -87,19 +87,21 @@ def constants(node: Node) -> list[Tensor]:
     return [t for t in found if isinstance(t, Tensor) and not t.requires_grad]
 
 
-def _holders(node: Node) -> dict[str, Any]:
-    """Saved tensors of a node that a checkpoint will recompute: name -> its holder."""
+def _holders(node: Node) -> dict[str, list[Any]]:
+    """Saved tensors of a node that a checkpoint will recompute: name -> its holder, or those of a list of tensors."""
     found = {}
     for name in _raw_names(type(node)):
-        packed = getattr(getattr(node, f"_raw_saved_{name}"), "data", None)
-        if packed is not None and hasattr(packed, "handles"):
-            found[name] = packed
+        raw = getattr(node, f"_raw_saved_{name}")
+        packed = [getattr(one, "data", None) for one in (raw if isinstance(raw, tuple) else (raw,))]
+        holders = [one for one in packed if hasattr(one, "handles")]
+        if holders:
+            found[name] = holders
     return found
 
 
 @lru_cache(maxsize=4096)
 def _raw_names(kind: type) -> tuple[str, ...]:
-    """The saved tensors that a node type has."""
+    """The saved tensors that a node type has; those of a custom Function are one list."""
     return tuple(n.removeprefix("_raw_saved_") for n in dir(kind) if n.startswith("_raw_saved_"))
 
 
@@ -127,9 +129,26 @@ def in_own_task(fn: Callable[[], None], *, keep_graph: bool = False) -> None:
 
     It is a plain ``backward()``, which prunes nothing: nodes called by ``fn`` compute all their outputs.
     """
+
+    def run() -> None:
+        task = torch._C._current_graph_task_id()
+        _own_tasks.add(task)
+        try:
+            fn()
+        finally:
+            _own_tasks.discard(task)
+
     with torch.enable_grad():
-        result: Tensor = _Task.apply(torch.zeros((), requires_grad=True), fn)  # type: ignore[no-untyped-call]
+        result: Tensor = _Task.apply(torch.zeros((), requires_grad=True), run)  # type: ignore[no-untyped-call]
     result.backward(retain_graph=keep_graph)
+
+
+_own_tasks: set[int] = set()
+
+
+def in_plain_task() -> bool:
+    """Is this code called by `in_own_task`, where nothing is pruned?"""
+    return torch._C._current_graph_task_id() in _own_tasks
 
 
 @contextmanager
@@ -158,7 +177,7 @@ class _Kept(dict[int, Any]):
 @contextmanager
 def unpacked_often(node: Node) -> Iterator[None]:
     """Let a checkpointed node's saved tensors be unpacked any number of times, and once more by the engine after."""
-    holders = list(_holders(node).values())
+    holders = [holder for held in _holders(node).values() for holder in held]
     task = torch._C._current_graph_task_id()
     before = [set(holder.handles) for holder in holders]
     for holder in holders:
@@ -173,18 +192,20 @@ def unpacked_often(node: Node) -> Iterator[None]:
 def read_ahead(node: Node) -> dict[str, Tensor]:
     """All saved tensors of a checkpointed node, while the engine is still to come to it."""
     with unpacked_often(node):
-        return {name: getattr(node, f"_saved_{name}").detach() for name in _holders(node)}
+        read = {name: getattr(node, f"_saved_{name}", None) for name in _holders(node)}
+    return {name: value.detach() for name, value in read.items() if isinstance(value, Tensor)}
 
 
 def is_recomputed(node: Node) -> bool:
     """Has the backward under way already recomputed the checkpointed region of this node?"""
     task = torch._C._current_graph_task_id()
-    return any(holder.handles.get(task) is not None for holder in _holders(node).values())
+    return any(holder.handles.get(task) is not None for held in _holders(node).values() for holder in held)
 
 
 def let_go(node: Node) -> None:
     """Drop what was recomputed for a node that the engine will not come to."""
     task = torch._C._current_graph_task_id()
-    for holder in _holders(node).values():
-        if task in holder.handles:
-            holder.handles[task] = None
+    for held in _holders(node).values():
+        for holder in held:
+            if task in holder.handles:
+                holder.handles[task] = None

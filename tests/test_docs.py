@@ -1,0 +1,94 @@
+"""Docs that can fail: every public name is documented, and the README says how to begin."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import persample
+from persample import testing
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+MAKEFILE = (ROOT / "Makefile").read_text()
+PUBLIC = [name for name in persample.__all__ if not name.startswith("__")]
+CALLABLE = [(persample, name) for name in PUBLIC] + [(testing, name) for name in testing.__all__]
+FUNCTIONS = [getattr(module, name) for module, name in CALLABLE if inspect.isfunction(getattr(module, name))]
+
+
+def is_error(thing: object) -> bool:
+    return isinstance(thing, type) and issubclass(thing, Exception)
+
+
+def test_all_is_what_there_is() -> None:
+    """Nothing public is missing from __all__, nothing in it is missing from the package, and it is sorted."""
+    assert all(hasattr(persample, name) for name in persample.__all__)
+    modules = {name for name, value in vars(persample).items() if isinstance(value, ModuleType)} - {"testing"}
+    public = {name for name in vars(persample) if not name.startswith("_")} - modules
+    assert public == set(PUBLIC)
+    assert persample.__all__ == sorted(persample.__all__)
+
+
+@pytest.mark.parametrize(("module", "name"), CALLABLE, ids=lambda x: x if isinstance(x, str) else "")
+def test_every_public_name_has_a_docstring(module: ModuleType, name: str) -> None:
+    doc = getattr(module, name).__doc__
+    assert doc
+    assert doc.strip().splitlines()[0].endswith((".", ":"))
+    assert not doc.startswith(f"{name}("), "a dataclass's generated signature is no docstring"
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_has_an_example_or_is_part_of_one(name: str) -> None:
+    """A verb has a doctest of its own; a module has one in it; what a verb returns is described by the verb."""
+    thing = getattr(persample, name)
+    if is_error(thing):
+        return
+    if inspect.isclass(thing):
+        assert any(f"`{name}`" in (fn.__doc__ or "") for fn in FUNCTIONS)
+    elif isinstance(thing, ModuleType):
+        assert any(test.examples for test in doctest.DocTestFinder().find(thing))
+    else:
+        assert doctest.DocTestParser().get_examples(thing.__doc__)
+
+
+@pytest.mark.parametrize("fn", [persample.grad, persample.explain, testing.check])
+def test_every_argument_of_a_verb_is_described(fn: object) -> None:
+    doc = inspect.getdoc(fn) or ""
+    assert "Args:" in doc
+    assert "Returns:" in doc
+    described = re.findall(r"^    (\w+): ", doc, re.MULTILINE)
+    assert described == list(inspect.signature(fn).parameters)  # type: ignore[arg-type]
+
+
+def test_the_readme_names_the_two_commands_and_they_exist() -> None:
+    for command in ("make demo", "make test"):
+        assert command in README
+        assert re.search(rf"^{command.split()[1]}:", MAKEFILE, re.MULTILINE)
+
+
+def test_the_readme_opens_with_code_that_runs() -> None:
+    lines = README.splitlines()
+    assert lines.index("```python") < 10
+    assert len(doctest.DocTestParser().get_examples(README)) > 10
+
+
+@pytest.mark.parametrize("name", [n for n in PUBLIC if n != "Explanation"])
+def test_the_readme_mentions_every_public_name(name: str) -> None:
+    assert re.search(rf"\b{name}\b", README)
+
+
+def test_links_of_the_readme_lead_somewhere() -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        assert target.startswith("http") or (ROOT / target).exists(), target
+
+
+def test_the_version_is_told_once() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+", persample.__version__)
+    assert f"[{persample.__version__}]" in (ROOT / "CHANGELOG.md").read_text() or persample.__version__ in (
+        ROOT / "CHANGELOG.md"
+    ).read_text()

@@ -1,0 +1,110 @@
+"""The package's shape: imports point one way, private PyTorch names stay in one file, files stay small."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import persample
+
+ROOT = Path(persample.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+LAYERS = ["kernels", "factors", "graph", "top"]  # each may import itself and those before it
+EVERYWHERE = {"_errors", "_version"}  # plain names that anybody may use
+TOP_MODULES = {"api", "explain", "testing", "params", "_table"}
+
+# Names without promises, by what they are used for; graph/saved.py is the one file that may know them.
+PRIVATE_ATTRIBUTES = ("_saved_", "_raw_saved_", "_input_metadata", "_functorch", "_inductor", "_dynamo", "_autograd")
+PRIVATE_MODULES = ("torch._", "torch.utils._", "torch.autograd._")
+KEEPER = ROOT / "graph" / "saved.py"
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def layer_of(module: str) -> str:
+    """The layer of a dotted name below `persample`."""
+    first = module.split(".")[0]
+    return first if first in LAYERS else "top"
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Every module of this package that a file imports, as a dotted name below `persample`."""
+    package = list(path.relative_to(ROOT).parts[:-1])
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (a.name.removeprefix("persample.") for a in node.names if a.name.startswith("persample."))
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            if node.level:
+                base = package[: len(package) - (node.level - 1)]
+                for alias in node.names:
+                    yield ".".join([*base, *([module] if module else [alias.name])])
+            elif module.split(".")[0] == "persample":
+                for alias in node.names:
+                    yield module.removeprefix("persample").lstrip(".") or alias.name
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_imports_point_one_way(path: Path) -> None:
+    relative = path.relative_to(ROOT)
+    own = layer_of(relative.parts[0]) if len(relative.parts) > 1 else "top"
+    allowed = LAYERS[: LAYERS.index(own) + 1]
+    wrong = [m for m in imports(path) if m.split(".")[0] not in EVERYWHERE and layer_of(m) not in allowed]
+    assert not wrong, f"{name_of(path)} must not import {wrong}"
+
+
+def test_the_walk_sees_imports() -> None:
+    """A guard for the test above: known imports are found."""
+    assert "factors" in set(imports(ROOT / "graph" / "capture.py"))
+    assert "kernels.convolution" in set(imports(ROOT / "factors" / "convolution.py"))
+    assert {layer_of(m) for m in imports(ROOT / "api.py")} >= {"graph", "top"}
+    assert {p.parts[len(ROOT.parts)] for p in FILES if p.parent != ROOT} == {"kernels", "factors", "graph"}
+    assert {p.stem for p in FILES if p.parent == ROOT} - EVERYWHERE - {"__init__"} == TOP_MODULES
+
+
+def private_names(path: Path) -> Iterator[str]:
+    """Uses of PyTorch's private names: attributes, strings that name them, and modules."""
+    tree = ast.parse(path.read_text())
+    prose = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)}
+    for node in ast.walk(tree):
+        line = getattr(node, "lineno", 0)
+        if isinstance(node, ast.Attribute):
+            if node.attr.startswith(PRIVATE_ATTRIBUTES):
+                yield f"line {line}: .{node.attr}"
+            elif node.attr.startswith("_") and isinstance(node.value, ast.Name) and node.value.id == "torch":
+                yield f"line {line}: torch.{node.attr}"
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
+            if node.value.startswith(PRIVATE_ATTRIBUTES):
+                yield f"line {line}: {node.value!r}"
+        elif isinstance(node, ast.Import):
+            yield from (f"line {line}: {a.name}" for a in node.names if a.name.startswith(PRIVATE_MODULES))
+        elif isinstance(node, ast.ImportFrom) and node.module and (node.module + ".").startswith(PRIVATE_MODULES):
+            yield f"line {line}: {node.module}"
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p != KEEPER], ids=name_of)
+def test_private_names_of_torch_stay_in_one_file(path: Path) -> None:
+    assert not list(private_names(path)), f"{name_of(path)}: move what reads these into graph/saved.py"
+
+
+def test_the_search_sees_private_names() -> None:
+    found = " ".join(private_names(KEEPER))
+    assert "_saved_" in found
+    assert "torch._" in found
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_files_stay_small(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 400
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_every_file_says_what_it_is(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    assert ast.get_docstring(tree) or path.name == "_version.py"
+    assert not [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module == "tests"]
