@@ -27,12 +27,14 @@ APART = [name for name in OPS if name != "interact"]
 
 @st.composite
 def programs(draw: st.DrawFn, longest: int, interacting: bool = False) -> tuple[Tensor, list[Tensor], str]:
-    """Losses, parameters and the log of a random program."""
+    """Losses, the parameters asked for (most of them) and the log of a random program."""
     program = Program(draw, draw(st.integers(0, 9)))
     for _ in range(draw(st.integers(1, longest))):
         program.step(list(OPS) if interacting and draw(st.integers(0, 3)) == 3 else APART)
     losses = random_losses(program)
-    return losses, program.params, "\n".join(program.log)
+    assume(losses.requires_grad)
+    wanted = [p for p in program.params if draw(st.integers(0, 5))] or program.params
+    return losses, wanted, "\n".join(program.log)
 
 
 def check(losses: Tensor, params: list[Tensor], log: str) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ._errors import PerformanceWarning
 from ._table import render
-from .api import grad
+from .api import check_losses, grad
 from .params import Params, named
 
 __all__ = ["Report", "Row", "check", "definition"]
@@ -73,9 +73,10 @@ class Report:
 
 def definition(losses: Tensor, params: Params) -> dict[str, Tensor]:
     """Per-sample gradients by one ordinary backward per sample: slow, and right by definition; keeps the graph."""
+    check_losses(losses)
     tensors = named(params)
     stacks = {name: torch.zeros((len(losses), *p.shape), dtype=p.dtype, device=p.device) for name, p in tensors.items()}
-    for i, loss in enumerate(losses.unbind()):
+    for i, loss in enumerate(losses.unbind() if tensors else ()):
         rows = torch.autograd.grad(loss, list(tensors.values()), retain_graph=True, allow_unused=True)
         for stack, row in zip(stacks.values(), rows, strict=True):
             if row is not None:
@@ -106,6 +107,7 @@ def check(
         ``report.raise_if_wrong()`` is for tests. Warnings about slow paths are listed in ``report.warnings``.
     """
     first, second = losses_fn(), losses_fn()
+    check_losses(first)
     if not torch.equal(first.detach(), second.detach()) and not bool(first.isnan().any()):
         raise ValueError(
             "losses_fn gave two different results: make it repeatable (model.eval(), or the same seed at every call)"

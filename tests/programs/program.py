@@ -77,8 +77,11 @@ class Program:
         if known and self.chance(3):
             self.note("  reuses a parameter", shape)
             return self.pick(known)
-        p = (self.randn(*shape) * 0.6).requires_grad_()
-        self.params.append(p)
+        p = self.randn(*shape) * 0.6
+        if self.chance(8):
+            self.note("  frozen", shape)
+            return p
+        self.params.append(p.requires_grad_())
         return p
 
     def weight(self, *shape: int) -> Tensor:

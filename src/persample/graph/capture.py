@@ -7,7 +7,6 @@ it need not outlive the backward. The engine never reaches beyond the frontier: 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
 
-from .._errors import PerformanceWarning
 from ..factors import Dense, Factor, Masked, combine
 from . import saved
 from .fallback import push_masked
@@ -33,11 +31,9 @@ Sink = Callable[[str, Factor], None]  # called once per parameter that the losse
 class Capture:
     """The state of one backward."""
 
-    def __init__(
-        self, plan: Plan, losses: Tensor, params: Mapping[str, Tensor], sink: Sink, *, quiet: bool = False
-    ) -> None:
+    def __init__(self, plan: Plan, losses: Tensor, params: Mapping[str, Tensor], sink: Sink) -> None:
         self.plan, self.tape, self.map, self.losses = plan, plan.tape, plan.map, losses
-        self.sink, self.quiet = sink, quiet
+        self.sink = sink
         self.names: dict[int, list[str]] = {}
         for name, p in params.items():
             self.names.setdefault(id(p), []).append(name)
@@ -45,7 +41,7 @@ class Capture:
         self.waiting = _contributions(plan)
         self.pending = dict.fromkeys(plan.frontier)  # frontier nodes whose cotangents have not come yet
         self.terminal = {node for node, _ in plan.requested if not is_leaf(node)}
-        self.warned: set[tuple[str, str]] = set()
+        self.slow: dict[tuple[str, str], str] = {}  # op and parameter -> what to warn of
         self.record: list[tuple[Site, int, str]] = []  # which use was handled how
 
     def run(self, retain_graph: bool) -> None:
@@ -117,7 +113,7 @@ class Capture:
         slow = [k for k in outputs if k not in found]
         if slow:
             for k in slow:
-                self._warn(site, k)
+                self._note(site, k)
                 self.record.append((site, k, f"fallback: {self.map.batch} calls of the node"))
             for k, value in push_masked(site, cotangents, layouts, self.map.batch, slow).items():
                 found[k] = Dense(value)
@@ -140,19 +136,17 @@ class Capture:
             return None
         return _masked(sum_to(value, use.target, use.site.metadata(use.k).dtype), flow)
 
-    def _warn(self, site: Site, k: int) -> None:
+    def _note(self, site: Site, k: int) -> None:
+        """Remember to say that this op was slow, once per parameter."""
         slot = site.edges[k]
         assert slot is not None
-        for name, _ in [] if self.quiet else self.parameters_below(slot[0]):
-            if (site.name, name) not in self.warned:
-                self.warned.add((site.name, name))
-                warnings.warn(
-                    f"persample has no fast rule for {site.name} on its way to parameter {name!r} "
-                    f"(cotangents of shape {[tuple(s) for s in site.shapes]}, output {k}): the answer is exact, but "
-                    f"{self.map.batch} samples go through this op one at a time.",
-                    PerformanceWarning,
-                    stacklevel=2,
-                )
+        for name, _ in self.parameters_below(slot[0]):
+            self.slow.setdefault(
+                (site.name, name),
+                f"persample has no fast rule for {site.name} on its way to parameter {name!r} "
+                f"(cotangents of shape {[tuple(s) for s in site.shapes]}, output {k}): the answer is exact, but "
+                f"{self.map.batch} samples go through this op one at a time.",
+            )
 
     def parameters_below(self, node: Node) -> list[tuple[str, str]]:
         """The parameters that a node leads to, each with the node types on one way there."""

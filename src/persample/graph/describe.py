@@ -51,7 +51,7 @@ def describe(losses: Tensor, params: Mapping[str, Tensor]) -> tuple[list[Handlin
         found = plan(losses, list(params.values()))
     except UnsupportedError as error:
         return [Handling(name, "", "", "", f"refused: {error}") for name in params], []
-    capture = Capture(found, losses, params, lambda name, factor: None, quiet=True)
+    capture = Capture(found, losses, params, lambda name, factor: None)
     capture.run(retain_graph=True)
     rows: dict[str, list[Handling]] = {name: [] for name in params}
     for site, k, how in capture.record:

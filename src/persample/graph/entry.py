@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -37,7 +39,10 @@ def capture_into(
             _report_interaction(meeting, independent)
         elif independent:
             _refuse_unseen(found.tape)
-        Capture(found, losses, params, sink).run(retain_graph)
+        running = Capture(found, losses, params, sink)
+        running.run(retain_graph)
+        for message in running.slow.values():
+            _warn(message)
 
 
 def capture(
@@ -87,9 +92,18 @@ def _report_interaction(ops: Sequence[str], independent: bool) -> None:
             f"linear). Use layers that keep samples apart (GroupNorm for BatchNorm, or model.eval()), or drop "
             f"independent=True for the exact Jacobian rows"
         )
-    warnings.warn(
+    _warn(
         f"samples interact in {where}: the answer is the exact Jacobian, at the price of one cotangent per sample for "
-        f"everything below.",
-        PerformanceWarning,
-        stacklevel=4,
+        f"everything below."
     )
+
+
+def _warn(message: str) -> None:
+    """Warn, pointing at the first caller outside of this package."""
+    level, frame = 1, inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, PerformanceWarning, stacklevel=level)
+
+
+_PACKAGE = str(Path(__file__).parent.parent)

@@ -13,7 +13,7 @@ from . import saved
 from .assign import Map
 from .flows.fibres import BATCH_NORMS, normalises_batch
 from .layout import Labels, Layout, sample_dims
-from .site import COMPUTES, Flow
+from .site import COMPUTES, WEIGHT_VIEWS, Flow
 from .tape import Tape, is_leaf
 
 _BATCH_NORMS = frozenset(BATCH_NORMS.split())
@@ -22,16 +22,32 @@ _BATCH_NORMS = frozenset(BATCH_NORMS.split())
 def interactions(tape: Tape, map: Map) -> list[str]:
     """The ops in which samples are seen to meet, nearest to the losses first."""
     found = dict.fromkeys(_batch_statistics(tape, map) + _crossed_rows(tape, map))
-    suspects = [node for node in tape.order if node in map.batched and not is_leaf(node)]
-    if suspects:
-        sources, partly = _sources(tape, map), _partly_separable(map)
-        for node in suspects:
-            mixed = node in partly or any(
-                map.cotangents.get((node, nr)) is Flow.MIXED for nr in range(len(tape.shapes(node)))
-            )
-            if (mixed and tape.reaches(node, tape.fed.__contains__)) or _holds_batch_data(map, node):
-                found.update(dict.fromkeys(sources[node]))
+    if map.batched:
+        partly = _partly_separable(map)
+        trails: dict[Node, dict[str, None]] = {}  # ops by which inseparable cotangents came to a batched node
+        told: set[Node] = set()  # below an interaction that is already in the list
+        for node in tape.order:
+            site, trail = map.sites[node], trails.get(node, {})
+            if (
+                node in map.batched
+                and not is_leaf(node)
+                and node not in told
+                and _meets(tape, map, node, node in partly)
+            ):
+                found.update(trail)
+                told.add(node)
+            step = {} if site.name in WEIGHT_VIEWS else {site.name: None}
+            for _, (below, _) in site.outputs:
+                if below in map.batched:
+                    trails.setdefault(below, {}).update({**trail, **step} if node in map.batched else {site.name: None})
+                    told.update([below] if node in told else [])
     return list(found)
+
+
+def _meets(tape: Tape, map: Map, node: Node, partly: bool) -> bool:
+    """Do several samples' cotangents meet at a batched node that computes with data?"""
+    mixed = partly or any(map.cotangents.get((node, nr)) is Flow.MIXED for nr in range(len(tape.shapes(node))))
+    return (mixed and tape.reaches(node, tape.fed.__contains__)) or _holds_batch_data(map, node)
 
 
 def _batch_statistics(tape: Tape, map: Map) -> list[str]:
@@ -42,20 +58,7 @@ def _batch_statistics(tape: Tape, map: Map) -> list[str]:
         if site.name in _BATCH_NORMS and normalises_batch(site) and node not in map.batched:
             layout = map.cotangents.get((node, 0))
             if layout is not None and not isinstance(layout, Flow) and 1 not in sample_dims(layout, site.shapes[0]):
-                found.append(f"{site.name} in training mode")
-    return found
-
-
-def _sources(tape: Tape, map: Map) -> dict[Node, list[str]]:
-    """For every batched node, the separable ops from which the flow became inseparable."""
-    found: dict[Node, list[str]] = {}
-    for node in tape.order:
-        site = map.sites[node]
-        names = found.get(node, []) if node in map.batched else [site.name]
-        for _, (below, _) in site.outputs:
-            if below in map.batched:
-                listed = found.setdefault(below, [])
-                listed += [name for name in names if name not in listed]
+                found.append(site.name)
     return found
 
 
