@@ -33,7 +33,7 @@ def reduce(w: Program) -> bool:
         w.h = h.amax(dims, keepdim)
     elif kind == 3:
         w.h = h.logsumexp(dims, keepdim)
-    elif kind == 4:
+    elif kind == 4 and h.numel():
         w.h = h.var(dims, correction=0, keepdim=keepdim)
     elif kind == 5:
         w.h = torch.linalg.vector_norm(h + 0.1, dim=dims, keepdim=keepdim)
@@ -207,6 +207,26 @@ def loop(w: Program) -> bool:
     w.note(" ", "over", w.h.shape[-2], "slices, stacked at", to)
     w.become(torch.stack([(x @ weight).tanh() for x in w.h.unbind(-2)], -2), 1)
     return w.both(lambda t: t.movedim(-2, to))
+
+
+@op
+def each_its_own(w: Program) -> bool:
+    """Every slice along a dim goes its own way: some deeper than others, some not at all, some with their own weight."""
+    if w.h.ndim < 2:
+        return False
+    d = w.whole(0, w.h.ndim - 1)
+    free = [e for e in w.free() if e != d]
+    if not free or not 0 < w.h.shape[d] < 6:
+        return False
+    w.to_end(d, w.pick(free))
+    weight = w.weight(w.h.shape[-1], w.h.shape[-1])
+    slices = []
+    for x in w.h.unbind(-2):
+        for _ in range(w.whole(0, 2)):
+            x = (x @ weight).tanh()
+        slices.append(x * w.weight() if w.chance(4) else x)
+    w.h = torch.stack(slices, -2)
+    return True
 
 
 class Scale(torch.autograd.Function):

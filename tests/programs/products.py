@@ -73,7 +73,7 @@ def einsum(w: Program) -> bool:
     for d in reversed([mine.index(c) for c in contracted]):
         label = label.select(d, 0)
     kept = [c for c in mine if c not in contracted] + new
-    label = label.reshape(*label.shape, *[1] * len(new)).permute([kept.index(c) for c in result])
+    label = label.reshape([*label.shape, *[1] * len(new)]).permute([kept.index(c) for c in result])
     w.label = label.expand(w.h.shape)
     return True
 

@@ -66,8 +66,9 @@ class Capture:
         if not requested:
             return {}
         edges = [GradientEdge(node, nr) for node, nr in requested]
-        ones = torch.ones_like(self.losses)
-        grads = torch.autograd.grad(self.losses, edges, ones, retain_graph=retain_graph, allow_unused=True)
+        with torch.enable_grad():
+            total = self.losses.sum()  # a cotangent of ones, without the imports that a given one costs once
+        grads = torch.autograd.grad(total, edges, retain_graph=retain_graph, allow_unused=True)
         return {slot: g.detach() for slot, g in zip(requested, grads, strict=True) if g is not None}
 
     def _take_requested(self, cotangents: dict[Slot, Tensor]) -> None:

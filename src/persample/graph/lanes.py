@@ -94,6 +94,11 @@ def sum_per_sample(t: Tensor, layout: Layout, target: Shape) -> Tensor:
     if parts is None or varying[0] not in reduced:
         return _sum_labelled(t, layout, reduced, varying, target)
     (dim,), (a, b) = varying, parts
+    if dim == 0 and a == 1 and len(reduced) == len(shape) - len(target) and shape[len(reduced) :] == target:
+        rows = (
+            prod(shape[: len(reduced)]) // layout.batch
+        )  # batch first, a parameter of the last dims: one view, one sum
+        return t.reshape(layout.batch, rows, *target).sum(1)
     wide: Tensor = t.unflatten(dim, (a, layout.batch, b))
     over = [d for d in reduced if d < dim] + [dim, dim + 2] + [d + 2 for d in reduced if d > dim]
     over = [d for d in over if wide.shape[d] != 1]

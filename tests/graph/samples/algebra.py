@@ -1,4 +1,4 @@
-"""Matrix products, matrix functions, norms, convolutions, pooling, Fourier transforms."""
+"""Matrix products, matrix functions, Fourier transforms."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PRODUCTS: Samples = {
         lambda: w(2, 3).mm(w(3, 4)),
         lambda: c(2, 3).mm(w(3, 4)),
         lambda: w(2, 3).mm(c(3, 4)),
-        lambda: z(2, 3).mm(z(3, 4)),
+        lambda: z(2, 3).mm(z(4, 3).mH),
     ],
     "Mv": [lambda: w(2, 3).mv(w(3)), lambda: c(2, 3).mv(w(3)), lambda: w(2, 3).mv(c(3)), lambda: z(2, 3).mv(z(3))],
     "Vdot": [lambda: w(3).vdot(w(3)), lambda: z(3).vdot(z(3))],
@@ -98,58 +98,6 @@ _MATRICES: Samples = {
     ],
 }
 
-_LAYERS: Samples = {
-    "NativeGroupNorm": [
-        lambda: F.group_norm(w(2, 4, 3), 2, w(4), w(4)),
-        lambda: F.group_norm(w(2, 4), 4),
-        lambda: F.group_norm(c(1, 4, 3, 2), 1, w(4), w(4)),
-        lambda: F.group_norm(w(1, 4, 3), 2, c(4), w(4)),
-        lambda: torch.native_group_norm(w(2, 4, 3), w(4), w(4), 2, 4, 3, 2, 1e-5)[1],
-    ],
-    "NativeLayerNorm": [
-        lambda: F.layer_norm(w(2, 3), (3,), w(3), w(3)),
-        lambda: F.layer_norm(w(2, 3, 4), (3, 4), w(3, 4), w(3, 4)),
-        lambda: F.layer_norm(w(3), (3,)),
-        lambda: F.layer_norm(c(2, 3), (3,), w(3), w(3)),
-        lambda: F.layer_norm(w(2, 3), (3,), c(3), w(3)),
-        lambda: F.layer_norm(w(2, 3), (3,), w(3)),
-    ],
-}
-
-_CONVOLUTIONS: Samples = {
-    "Convolution": [
-        lambda: F.conv1d(w(2, 3, 6), w(4, 3, 2), w(4), stride=2, padding=1),
-        lambda: F.conv1d(w(3, 6), w(4, 3, 2), w(4)),
-        lambda: F.conv2d(w(2, 4, 5, 6), w(6, 2, 2, 3), w(6), dilation=(2, 1), groups=2),
-        lambda: F.conv2d(w(2, 3, 5, 5), w(3, 1, 3, 3), padding="same", groups=3),
-        lambda: F.conv2d(c(1, 2, 4, 4), w(2, 2, 3, 3), w(2)),
-        lambda: F.conv2d(w(1, 2, 4, 4), c(2, 2, 3, 3)),
-        lambda: F.conv2d(w(2, 3, 5, 5).to(memory_format=torch.channels_last), w(4, 3, 3, 3), w(4)),
-        lambda: F.conv3d(w(1, 2, 3, 4, 4), w(2, 2, 2, 2, 2), w(2)),
-        lambda: F.conv_transpose1d(w(2, 3, 4), w(3, 2, 3), w(2), stride=2, padding=1, output_padding=1),
-        lambda: F.conv_transpose2d(w(2, 4, 3, 3), w(4, 3, 2, 2), w(6), groups=2, dilation=2),
-    ],
-}
-
-_IMAGES: Samples = {
-    "AdaptiveAvgPool2D": [
-        lambda: F.adaptive_avg_pool2d(w(2, 3, 5, 6), 2),
-        lambda: F.adaptive_avg_pool2d(w(3, 5, 6), (2, 3)),
-    ],
-    "AvgPool2D": [
-        lambda: F.avg_pool2d(w(2, 3, 5, 6), 2),
-        lambda: F.avg_pool2d(w(1, 3, 5, 6), 3, 2, 1, count_include_pad=False, ceil_mode=True),
-        lambda: F.avg_pool2d(w(2, 3, 4, 4).to(memory_format=torch.channels_last), 2),
-    ],
-    "MaxPool2DWithIndices": [
-        lambda: F.max_pool2d(w(2, 3, 5, 6), 2),
-        lambda: F.max_pool2d(w(3, 5, 6), 3, 1, 1, 1),
-        lambda: F.max_pool2d(w(2, 3, 4, 4).to(memory_format=torch.channels_last), 2),
-    ],
-    "UpsampleBilinear2D": [lambda: F.interpolate(w(1, 2, 3, 4), scale_factor=2, mode="bilinear")],
-    "UpsampleNearest2D": [lambda: F.interpolate(w(1, 2, 3, 4), scale_factor=2)],
-}
-
 _FOURIER: Samples = {
     "FftC2C": [lambda: torch.fft.fft(z(2, 5)), lambda: torch.fft.ifft2(z(3, 4), norm="ortho")],
     "FftC2R": [lambda: torch.fft.irfft(z(2, 4), n=7), lambda: torch.fft.irfft2(z(3, 4))],
@@ -160,4 +108,4 @@ _FOURIER: Samples = {
     ],
 }
 
-ALGEBRA: Samples = {**_PRODUCTS, **_MATRICES, **_LAYERS, **_CONVOLUTIONS, **_IMAGES, **_FOURIER}
+ALGEBRA: Samples = {**_PRODUCTS, **_MATRICES, **_FOURIER}
