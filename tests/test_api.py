@@ -77,7 +77,11 @@ def test_frozen_parameters_are_left_out_of_a_dict() -> None:
         (lambda m: {"w": "weight"}, TypeError, "params must hold tensors, but 'w' is a str"),
         (lambda m: [m[0].weight * 2], ValueError, r"params\[0\] of shape \(4, 3\) was computed by MulBackward0: pass"),
         (lambda m: {"w": m[0].weight.t()}, ValueError, r"leaf tensors, but 'w' of shape \(3, 4\) was computed by T"),
-        (lambda m: [m[0].bias, torch.zeros(2)], ValueError, r"params\[1\] of shape \(2,\) does not require grad: leave"),
+        (
+            lambda m: [m[0].bias, torch.zeros(2)],
+            ValueError,
+            r"params\[1\] of shape \(2,\) does not require grad: leave",
+        ),
     ],
 )
 def test_wrong_params_are_refused(make: Callable[[Any], Any], error: type[Exception], message: str) -> None:

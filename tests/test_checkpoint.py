@@ -184,7 +184,9 @@ def test_reentrant_checkpoints_are_refused_with_the_remedy() -> None:
     net, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), torch.randn(4, 3, requires_grad=True)
     losses = net(_checkpoint(net, x, use_reentrant=True)).square().sum(1)
     for independent in (False, True):
-        with pytest.raises(ps.UnsupportedError, match=r"reentrant checkpoint.*use checkpoint\(\.\.\., use_reentrant=False"):
+        with pytest.raises(
+            ps.UnsupportedError, match=r"reentrant checkpoint.*use checkpoint\(\.\.\., use_reentrant=False"
+        ):
             ps.grad(losses, net, independent=independent)
     assert {row.handling.split(":")[0] for row in ps.explain(losses, net).rows} == {"refused"}
 
@@ -227,6 +229,10 @@ def megabytes(*args: str) -> float:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and sets up glibc")
 def test_checkpointing_still_saves_memory() -> None:
-    ours, plain, ordinary = megabytes("checkpoint", "grad"), megabytes("plain", "grad"), megabytes("checkpoint", "backward")
+    ours, plain, ordinary = (
+        megabytes("checkpoint", "grad"),
+        megabytes("plain", "grad"),
+        megabytes("checkpoint", "backward"),
+    )
     assert ours < 0.75 * plain, f"{ours:.0f} MB with, {plain:.0f} MB without checkpointing"
     assert ours < 1.5 * ordinary, f"{ours:.0f} MB, an ordinary backward {ordinary:.0f} MB"

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 import persample as ps
 from tests.reference import assert_same, definition
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # compiled regions have no fast rule, and compiling says what it likes
+# Compiled regions have no fast rule, and compiling says what it likes.
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 class Compiled:
@@ -104,7 +105,10 @@ def test_some_of_the_parameters(compiled: Compiled) -> None:
 
 
 def test_a_block_between_layers(compiled: Compiled) -> None:
-    net, x = nn.ModuleList([nn.Linear(3, 4), nn.Conv1d(4, 4, 3, padding=1), nn.Linear(4, 2)]).double(), torch.randn(5, 6, 3).double()
+    net, x = (
+        nn.ModuleList([nn.Linear(3, 4), nn.Conv1d(4, 4, 3, padding=1), nn.Linear(4, 2)]).double(),
+        torch.randn(5, 6, 3).double(),
+    )
     block = lambda h: net[1](h.mT).mT.relu()  # noqa: E731
     fast = compiled.compile(block)
     losses = lambda middle: net[2](middle(net[0](x))).square().sum((1, 2))  # noqa: E731

@@ -89,6 +89,7 @@ def test_links_of_the_readme_lead_somewhere() -> None:
 
 def test_the_version_is_told_once() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+", persample.__version__)
-    assert f"[{persample.__version__}]" in (ROOT / "CHANGELOG.md").read_text() or persample.__version__ in (
-        ROOT / "CHANGELOG.md"
-    ).read_text()
+    assert (
+        f"[{persample.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+        or persample.__version__ in (ROOT / "CHANGELOG.md").read_text()
+    )

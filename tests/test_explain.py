@@ -127,7 +127,11 @@ def test_parameters_of_a_module_have_their_path() -> None:
 
 def test_asking_changes_nothing_and_warns_about_nothing() -> None:
     """Warnings are errors here, and the fallback is on the way."""
-    w, b, x = nn.Parameter(torch.randn(4, 3).double()), nn.Parameter(torch.randn(4).double()), torch.randn(5, 3).double()
+    w, b, x = (
+        nn.Parameter(torch.randn(4, 3).double()),
+        nn.Parameter(torch.randn(4).double()),
+        torch.randn(5, 3).double(),
+    )
     forward = lambda: OwnLinear.apply(OwnLinear.apply(x, w, b).tanh()[:, :3], w, b).square().sum(1)  # noqa: E731
     losses, state = forward(), torch.get_rng_state()
     first, second = ps.explain(losses, [w, b]), ps.explain(losses, [w, b])

@@ -45,18 +45,20 @@ class Unmaterialised(torch.autograd.Function):
         return (dx, dw) if b is None else (dx + b, dw - b.sum(0))
 
 
-@program
-def unmaterialised_first(B: int) -> Program:
+def one_of_two(B: int, which: int) -> Program:
     net, w, x = layers(), nn.Parameter(torch.randn(4)), torch.randn(B, 3)
     params = {"w": w, **dict(net.named_parameters())}
-    return params, lambda: net[1](Unmaterialised.apply(net[0](x), w)[0].tanh()).square().sum(1)
+    return params, lambda: net[1](Unmaterialised.apply(net[0](x), w)[which].tanh()).square().sum(1)
+
+
+@program
+def unmaterialised_first(B: int) -> Program:
+    return one_of_two(B, 0)
 
 
 @program
 def unmaterialised_second(B: int) -> Program:
-    net, w, x = layers(), nn.Parameter(torch.randn(4)), torch.randn(B, 3)
-    params = {"w": w, **dict(net.named_parameters())}
-    return params, lambda: net[1](Unmaterialised.apply(net[0](x), w)[1].tanh()).square().sum(1)
+    return one_of_two(B, 1)
 
 
 @program
@@ -159,15 +161,19 @@ class Interleaved(torch.autograd.Function):
 
 @program
 def arguments_interleaved(B: int) -> Program:
-    net, w, spare, x, mask = layers(), nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(2)), torch.randn(B, 3), torch.rand(B, 4)
+    net, w, spare = layers(), nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(2))
+    x, mask = torch.randn(B, 3), torch.rand(B, 4)
     params = {"w": w, "spare": spare, **dict(net.named_parameters())}
-    return params, lambda: net[1](Interleaved.apply(2.0, net[0](x), "plus", mask, None, w, spare).tanh()).square().sum(1)
+    return (
+        params,
+        lambda: net[1](Interleaved.apply(2.0, net[0](x), "plus", mask, None, w, spare).tanh()).square().sum(1),
+    )
 
 
 @program
-def arguments_interleaved_and_frozen(B: int) -> Program:
+def arguments_frozen(B: int) -> Program:
     net, w, x, mask = layers(), torch.randn(4), torch.randn(B, 3), torch.rand(B, 4)
-    return net, lambda: net[1](Interleaved.apply(2.0, net[0](x), "plus", mask, None, w, w).tanh()).square().sum(1)
+    return net, lambda: net[1](Interleaved.apply(2.0, net[0](x), "plus", mask, None, w, w)).square().sum(1)
 
 
 class InPlace(torch.autograd.Function):

@@ -65,7 +65,10 @@ def batch_norm() -> Program:
 
 @meeting("NativeBatchNorm in training mode")
 def batch_norm_of_images() -> Program:
-    net, x = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(27, 2)), torch.randn(B, 2, 5, 5)
+    net, x = (
+        nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(27, 2)),
+        torch.randn(B, 2, 5, 5),
+    )
     return net, lambda: net(x).square().sum(1)
 
 
@@ -107,7 +110,9 @@ def mlp() -> Program:
 
 @apart
 def cnn_with_group_norm() -> Program:
-    net = nn.Sequential(nn.Conv2d(2, B, 3), nn.GroupNorm(2, B), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(B, B))
+    net = nn.Sequential(
+        nn.Conv2d(2, B, 3), nn.GroupNorm(2, B), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(B, B)
+    )
     x = torch.randn(B, 2, 6, 6)
     return net, lambda: F.cross_entropy(net(x), torch.arange(B), reduction="none")
 
@@ -156,7 +161,12 @@ def experts_by_routing() -> Program:
 
 @apart
 def lora() -> Program:
-    w, down, up, x = torch.randn(4, 3), nn.Parameter(torch.randn(2, 3)), nn.Parameter(torch.randn(4, 2)), torch.randn(B, 3)
+    w, down, up, x = (
+        torch.randn(4, 3),
+        nn.Parameter(torch.randn(2, 3)),
+        nn.Parameter(torch.randn(4, 2)),
+        torch.randn(B, 3),
+    )
     return [down, up], lambda: F.linear(x, w + up @ down).tanh().square().sum(1) + (x @ down.t() @ up.t()).sum(1)
 
 
@@ -191,7 +201,9 @@ def test_the_error_names_the_op(name: str) -> None:
     op, build = MEETING[name]
     params, forward = build()
     losses = forward()
-    with pytest.raises(ps.InteractionError, match=rf"samples interact in [\w, ]*({op}).*: .*GroupNorm.*drop independent=True"):
+    with pytest.raises(
+        ps.InteractionError, match=rf"samples interact in [\w, ]*({op}).*: .*GroupNorm.*drop independent=True"
+    ):
         ps.grad(losses, params, independent=True)
     with pytest.warns(ps.PerformanceWarning):
         ps.grad(losses, params)  # the refusal freed nothing
@@ -244,6 +256,8 @@ class Centred(OwnLinear):
 def test_what_nobody_can_see_is_not_waved_through() -> None:
     w, b, x = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(4)), torch.randn(B, 3)
     losses = Centred.apply(x, w, b).square().sum(1)
-    with pytest.raises(ps.InteractionError, match=r"cannot see inside Centred\w*, .*data and weights.*drop independent=True"):
+    with pytest.raises(
+        ps.InteractionError, match=r"cannot see inside Centred\w*, .*data and weights.*drop independent=True"
+    ):
         ps.grad(losses, [w, b], independent=True)
     assert_same(ps.grad(losses, [w, b], retain_graph=True), definition(losses, [w, b]))

@@ -47,7 +47,9 @@ layers(nn.Conv1d(2, 4, 3), nn.ReLU(), nn.Conv1d(4, 2, 3, padding=1), x=(2, 7), n
 layers(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3, groups=2), x=(2, 7, 7), name="conv2d_groups")
 layers(nn.Conv2d(2, 4, 3, stride=2, padding=1), nn.Conv2d(4, 3, 2, dilation=2), x=(2, 8, 8), name="conv2d_stride")
 layers(nn.Conv2d(3, 6, 3, groups=3), nn.SiLU(), nn.Conv2d(6, 3, 1), x=(3, 6, 6), name="conv2d_depthwise")
-layers(nn.ConvTranspose2d(2, 4, 3, stride=2, output_padding=1), nn.Conv2d(4, 2, 3), x=(2, 4, 4), name="conv_transpose2d")
+layers(
+    nn.ConvTranspose2d(2, 4, 3, stride=2, output_padding=1), nn.Conv2d(4, 2, 3), x=(2, 4, 4), name="conv_transpose2d"
+)
 layers(nn.ConvTranspose1d(4, 4, 3, groups=2), nn.Conv1d(4, 1, 2), x=(4, 5), name="conv_transpose_groups")
 layers(nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"), nn.MaxPool2d(2), x=(2, 6, 6), name="conv2d_circular")
 layers(nn.Conv3d(2, 3, 2), nn.AvgPool3d(2), x=(2, 5, 5, 5), name="conv3d")

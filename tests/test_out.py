@@ -124,7 +124,10 @@ def test_two_equal_gradients_are_two_tensors() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda out: {**out, "0.bias": torch.zeros(5, 3).double()}, r"out\['0.bias'\] must be \(5, 4\).* but is \(5, 3\)"),
+        (
+            lambda out: {**out, "0.bias": torch.zeros(5, 3).double()},
+            r"out\['0.bias'\] must be \(5, 4\).* but is \(5, 3\)",
+        ),
         (lambda out: {**out, "0.bias": torch.zeros(4).double()}, r"out\['0.bias'\] must be \(5, 4\).* but is \(4,\)"),
         (lambda out: {**out, "2.bias": torch.zeros(5, 2)}, r"must be \(5, 2\) torch.float64 on cpu, .* torch.float32"),
         (lambda out: {**out, "2.bias": torch.zeros(5, 2, device="meta").double()}, "float64 on cpu, but is .* on meta"),

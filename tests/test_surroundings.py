@@ -32,7 +32,10 @@ def mlp() -> Program:
 
 @program
 def cnn() -> Program:
-    net, x = nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 2, 3)), torch.randn(5, 2, 7, 7)
+    net, x = (
+        nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 2, 3)),
+        torch.randn(5, 2, 7, 7),
+    )
     return net, lambda: net(x).square().sum((1, 2, 3))
 
 

@@ -71,7 +71,9 @@ CHANGES: dict[str, Callable[[dict[str, Tensor]], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_wrong_answer_is_reported(change: Callable[[dict[str, Tensor]], object], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_answer_is_reported(
+    change: Callable[[dict[str, Tensor]], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, losses = mlp()
     spoil(monkeypatch, change)
     report = check(losses, model)

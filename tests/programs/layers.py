@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from hypothesis import strategies as st
 from torch import Tensor
 
 from .program import Program, op
@@ -18,7 +17,7 @@ def reduce(w: Program) -> bool:
     if not free:
         return False
     count = w.whole(1, min(2, len(free)))
-    dims = sorted(free[i] for i in w.draw(st.permutations(range(len(free))))[:count])
+    dims = sorted(free[i] for i in w.shuffled(range(len(free)))[:count])
     keepdim, kind = w.chance(), w.whole(0, 6)
     w.note(" ", kind, "dims", dims, "keepdim", keepdim)
     h = w.h
@@ -82,7 +81,7 @@ def layer_norm(w: Program) -> bool:
     if not free:
         return False
     count = w.whole(1, min(2, len(free)))
-    w.to_end(*[free[i] for i in w.draw(st.permutations(range(len(free))))[:count]])
+    w.to_end(*[free[i] for i in w.shuffled(range(len(free)))[:count]])
     shape = tuple(w.h.shape[-count:])
     if w.chance():
         w.h = F.layer_norm(w.h, shape, w.weight(*shape), w.weight(*shape), eps=0.1)
@@ -162,7 +161,7 @@ def attention(w: Program) -> bool:
     free = w.free()
     if len(free) < 2 or not w.h.numel():
         return False
-    time, feature = (free[i] for i in w.draw(st.permutations(range(len(free))))[:2])
+    time, feature = (free[i] for i in w.shuffled(range(len(free)))[:2])
     w.to_end(time, feature)
     d, p = w.h.shape[-1], w.whole(1, 2) * 2
     q, k, v = (w.h @ w.weight(d, p) for _ in range(3))
@@ -182,7 +181,7 @@ def recurrence(w: Program) -> bool:
     free = w.free()
     if len(free) < 2:
         return False
-    time, feature = (free[i] for i in w.draw(st.permutations(range(len(free))))[:2])
+    time, feature = (free[i] for i in w.shuffled(range(len(free)))[:2])
     w.to_end(time, feature)
     d, p = w.h.shape[-1], w.whole(1, 3)
     inwards, back, bias = w.weight(d, p), w.weight(p, p), w.weight(p)
@@ -211,7 +210,7 @@ def loop(w: Program) -> bool:
 
 @op
 def each_its_own(w: Program) -> bool:
-    """Every slice along a dim goes its own way: some deeper than others, some not at all, some with their own weight."""
+    """Every slice along a dim goes its own way: some deeper than others, some with a weight of their own."""
     if w.h.ndim < 2:
         return False
     d = w.whole(0, w.h.ndim - 1)

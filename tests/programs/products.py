@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from .program import Program, op
@@ -64,8 +63,8 @@ def einsum(w: Program) -> bool:
     if not contracted + shared + new or w.h.ndim > 4:
         return False
     sizes = {**dict(zip(mine, w.h.shape, strict=True)), "x": 2, "y": 3}
-    theirs = w.draw(st.permutations(contracted + shared + new))
-    result = w.draw(st.permutations([c for c in mine if c not in contracted] + new))
+    theirs = w.shuffled(contracted + shared + new)
+    result = w.shuffled([c for c in mine if c not in contracted] + new)
     formula = f"{mine},{''.join(theirs)}->{''.join(result)}"
     w.note(" ", formula)
     w.h = torch.einsum(formula, w.h, w.weight(*[sizes[c] for c in theirs]))
@@ -84,7 +83,7 @@ def batched_product(w: Program) -> bool:
     free = w.free()
     if len(free) < 2:
         return False
-    n, d = (free[i] for i in w.draw(st.permutations(range(len(free))))[:2])
+    n, d = (free[i] for i in w.shuffled(range(len(free)))[:2])
     rest = [e for e in range(w.h.ndim) if e not in (n, d)]
     w.both(lambda t: t.permute(n, *rest, d).reshape(t.shape[n], -1, t.shape[d]))
     p = w.whole(1, 3)

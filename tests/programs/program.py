@@ -6,12 +6,12 @@ the dims. An op that mixes elements does so along *free* dims only: those along 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
+from random import Random
 from typing import Any, TypeVar
 
 import torch
-from hypothesis import strategies as st
 from torch import Tensor
 
 MOST = 600  # elements of the state
@@ -30,9 +30,9 @@ def op(fn: Op) -> Op:
 class Program:
     """A tensor `h`, its labels, the parameters so far, and the random choices."""
 
-    def __init__(self, draw: st.DrawFn, batch: int) -> None:
-        self.draw, self.batch = draw, batch
-        self.generator = torch.Generator().manual_seed(self.whole(0, 99))
+    def __init__(self, seed: int, batch: int) -> None:
+        self.random, self.batch = Random(seed), batch
+        self.generator = torch.Generator().manual_seed(seed)
         self.params: list[Tensor] = []
         self.log: list[str] = []
         sizes = [self.pick([1, 2, 3, 4, max(batch, 1)]) for _ in range(self.whole(0, 3))]
@@ -45,11 +45,17 @@ class Program:
 
     def whole(self, low: int, high: int) -> int:
         """A number between low and high, both included."""
-        return self.draw(st.integers(low, high))
+        return self.random.randint(low, high)
 
     def pick(self, options: Sequence[T]) -> T:
         """One of several."""
-        return self.draw(st.sampled_from(list(options)))
+        return self.random.choice(options)
+
+    def shuffled(self, things: Iterable[T]) -> list[T]:
+        """All of them, in some order."""
+        listed = list(things)
+        self.random.shuffle(listed)
+        return listed
 
     def chance(self, one_in: int = 2) -> bool:
         """Now and then."""
@@ -131,25 +137,26 @@ class Program:
         free = self.free()
         if len(free) < spatial + 1:
             return False
-        chosen = [free[i] for i in self.draw(st.permutations(range(len(free))))[: spatial + 1]]
+        chosen = [free[i] for i in self.shuffled(range(len(free)))[: spatial + 1]]
         self.to_end(*chosen)
         rest = prod(self.h.shape[: -spatial - 1])
         return self.both(lambda t: t.reshape(rest, *t.shape[-spatial - 1 :]))
 
     def step(self, names: Sequence[str]) -> None:
-        """Apply one random op."""
-        name = self.pick(names)
+        """Apply one random op, the first of a few that can be applied."""
+        if any(self._applied(self.pick(names)) for _ in range(8)) and self.chance(4):
+            self.past.append((self.h, self.label))
+
+    def _applied(self, name: str) -> bool:
         h, label, count, lines = self.h, self.label, len(self.params), len(self.log)
         self.note(name)
-        applied = OPS[name](self)
-        if not applied or self.h.numel() > MOST or self.h.ndim > 5:
+        if not OPS[name](self) or self.h.numel() > MOST or self.h.ndim > 5:
             self.h, self.label = h, label
             del self.params[count:], self.log[lines:]
-            return
+            return False
         assert self.h.shape == self.label.shape
         self.note("  ->", tuple(self.h.shape))
-        if self.chance(4):
-            self.past.append((self.h, self.label))
+        return True
 
 
 def _changes(label: Tensor, d: int) -> bool:

@@ -14,9 +14,10 @@ from .flows.registry import whole
 from .flows.shapes import SECTIONS
 from .invoke import is_compiled, is_opaque
 from .layout import Block, Layout, join
+from .names import READS
 from .probe import probe_node, probe_slots
 from .saved import constants, in_checkpoint
-from .site import READS, Fate, Flow, Site
+from .site import Fate, Flow, Site
 from .tape import Slot, Tape, is_leaf, op_name
 
 

@@ -13,7 +13,8 @@ from . import saved
 from .assign import Map
 from .flows.fibres import BATCH_NORMS, normalises_batch
 from .layout import Labels, Layout, sample_dims
-from .site import COMPUTES, WEIGHT_VIEWS, Flow
+from .names import COMPUTES, WEIGHT_VIEWS
+from .site import Flow
 from .tape import Tape, is_leaf
 
 _BATCH_NORMS = frozenset(BATCH_NORMS.split())

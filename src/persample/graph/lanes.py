@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .flows.pointwise import broadcast_dims
-from .layout import Block, Labels, Layout, Shape, labels, sample_dims, split
+from .layout import Block, Layout, Shape, labels, sample_dims, split
 
 
 class Lanes:
@@ -125,8 +125,3 @@ def _sum_labelled(t: Tensor, layout: Layout, reduced: Sequence[int], varying: Se
     sizes = [shape[d] for d in staying] + [part.shape[d] for d in rest]
     order = [0, *[(staying + rest).index(d) + 1 for d in range(len(shape)) if d in staying or d in rest]]
     return summed.reshape(layout.batch, *sizes).permute(order).reshape(layout.batch, *target)
-
-
-def one_sample(layout: Layout) -> int | None:
-    """The sample that a whole tensor belongs to, if there is just one."""
-    return int(layout.index) if isinstance(layout, Labels) and layout.index.numel() == 1 else None

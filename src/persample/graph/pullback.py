@@ -13,6 +13,7 @@ from ..factors import Dense, Factor, Outer, Rows, View
 from .fallback import push_stacked
 from .flows.shapes import slice_of
 from .layout import Shape
+from .registry import registrar
 from .site import Site
 
 Lift = Callable[[Site, Factor, Shape], Factor | None]
@@ -20,14 +21,7 @@ Lift = Callable[[Site, Factor, Shape], Factor | None]
 LIFTS: dict[str, Lift] = {}
 
 
-def lift(names: str) -> Callable[[Lift], Lift]:
-    """Register how factors pass through the node types listed in ``names`` without being stacked."""
-
-    def register(fn: Lift) -> Lift:
-        LIFTS.update(dict.fromkeys(names.split(), fn))
-        return fn
-
-    return register
+lift = registrar(LIFTS, "lift")  # how factors pass through a node without being stacked
 
 
 @lift("T")

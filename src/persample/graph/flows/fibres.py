@@ -35,9 +35,12 @@ def fourier(site: Site, k: int, layouts: Layouts) -> Fate:
     return keep(only(layouts), shape, site.target(k), [None if d in mixed else d for d in range(len(shape))])
 
 
-@flow("Convolution MkldnnConvolution CudnnConvolution ConvolutionOverrideable SlowConvDilated2D SlowConvDilated3D")
+@flow(
+    "Convolution MkldnnConvolution CudnnConvolution ConvolutionOverrideable SlowConvDilated2D SlowConvDilated3D"
+    " NativeGroupNorm"
+)
 def convolution(site: Site, k: int, layouts: Layouts) -> Fate:
-    """Images are dim 0; weight and bias are shared by all of them."""
+    """Images are dim 0; weight and bias, or scale and shift, are shared by all of them."""
     layout, shape = only(layouts), site.shapes[0]
     if k == 0:
         return keep(layout, shape, site.target(0), leading(shape, 1))
@@ -54,15 +57,6 @@ def layer_norm(site: Site, k: int, layouts: Layouts) -> Fate:
     if k == 0:
         return keep(layout, shape, site.target(0), leading(shape, kept))
     return Flow.SHARED if all(d < kept for d in sample_dims(layout, shape)) else Flow.PROBE
-
-
-@flow("NativeGroupNorm")
-def group_norm(site: Site, k: int, layouts: Layouts) -> Fate:
-    """Mixes all but dim 0; scale and shift are shared."""
-    layout, shape = only(layouts), site.shapes[0]
-    if k == 0:
-        return keep(layout, shape, site.target(0), leading(shape, 1))
-    return Flow.SHARED if sample_dims(layout, shape) == (0,) else Flow.PROBE
 
 
 BATCH_NORMS = (

@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 
 from ..layout import Labels, Shape, carry
-from ..site import POINTWISE, Fate, Flow, Site
+from ..names import POINTWISE
+from ..site import Fate, Flow, Site
 from .registry import Layouts, flow, only
 
 

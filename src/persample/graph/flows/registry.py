@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..layout import Labels, Layout, Shape, carry
+from ..registry import registrar
 from ..site import Fate, Flow, Site
 
 Layouts = Sequence[Layout | None]
@@ -13,17 +14,7 @@ Rule = Callable[[Site, int, Layouts], Fate]
 FLOWS: dict[str, Rule] = {}
 
 
-def flow(names: str) -> Callable[[Rule], Rule]:
-    """Register a rule for the node types listed in ``names``."""
-
-    def register(rule: Rule) -> Rule:
-        for name in names.split():
-            if name in FLOWS:
-                raise ValueError(f"{name} already has a flow rule")
-            FLOWS[name] = rule
-        return rule
-
-    return register
+flow = registrar(FLOWS, "flow rule")
 
 
 def only(layouts: Layouts) -> Layout:

@@ -9,8 +9,9 @@ from ...factors import Dense, Factor
 from ..invoke import call
 from ..lanes import sum_per_sample
 from ..layout import Layout, Shape, labels
+from ..names import POINTWISE
 from ..probe import probe_node
-from ..site import POINTWISE, Flow
+from ..site import Flow
 from .registry import Use, rule
 
 

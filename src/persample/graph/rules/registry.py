@@ -10,6 +10,7 @@ from torch import Tensor
 from ...factors import Factor
 from ..lanes import Lanes
 from ..layout import Layout, Shape
+from ..registry import registrar
 from ..site import Site
 
 
@@ -52,14 +53,4 @@ Rule = Callable[[Use], Factor | None]
 RULES: dict[str, Rule] = {}
 
 
-def rule(names: str) -> Callable[[Rule], Rule]:
-    """Register a rule for the node types listed in ``names``."""
-
-    def register(fn: Rule) -> Rule:
-        for name in names.split():
-            if name in RULES:
-                raise ValueError(f"{name} already has a rule")
-            RULES[name] = fn
-        return fn
-
-    return register
+rule = registrar(RULES, "rule")
