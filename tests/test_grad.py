@@ -18,9 +18,7 @@ from tests.reference import Params, assert_same, definition, named
 ALL = [pytest.param(case, B, id=f"{case}-B{B}") for case in CASES for B in case.batches]
 LARGEST = [(case, max(case.batches)) for case in CASES]
 INTERACTING = [pytest.param(case, B, id=str(case)) for case, B in LARGEST if case.interacts]
-INDEPENDENT = [
-    pytest.param(case, B, id=str(case)) for case, B in LARGEST if not (case.interacts or case.slow_path)
-]
+INDEPENDENT = [pytest.param(case, B, id=str(case)) for case, B in LARGEST if not (case.interacts or case.slow_path)]
 
 
 @pytest.mark.parametrize(("case", "B"), ALL)

@@ -57,13 +57,13 @@ between("Div", "norm of the batch", lambda h: h / h.norm())
 between("Mm|Bmm", "attention over the batch", lambda h: (h @ h.t()).softmax(1) @ h)
 
 
-@meeting("NativeBatchNorm in training mode")
+@meeting("NativeBatchNorm")
 def batch_norm() -> Program:
     net, x = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)), torch.randn(B, 3)
     return net, lambda: net(x).square().sum(1)
 
 
-@meeting("NativeBatchNorm in training mode")
+@meeting("NativeBatchNorm")
 def batch_norm_of_images() -> Program:
     net, x = (
         nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(27, 2)),
@@ -72,7 +72,7 @@ def batch_norm_of_images() -> Program:
     return net, lambda: net(x).square().sum(1)
 
 
-@meeting("NativeBatchNorm in training mode")
+@meeting("NativeBatchNorm")
 def batch_norm_of_the_data() -> Program:
     """Nothing trainable lies below it, and still a loss depends on other samples."""
     net, x = nn.Sequential(nn.BatchNorm1d(3, affine=True), nn.Linear(3, 2)), torch.randn(B, 3)

@@ -8,9 +8,12 @@ from typing import overload
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
 
+from ._errors import UnsupportedError
 from .factors import Factor
 from .graph.entry import capture_into
+from .graph.saved import SEES_CHECKPOINTS
 from .params import Params, named, pack
 
 Buffers = Mapping[str, Tensor] | Sequence[Tensor]
@@ -89,6 +92,11 @@ def freed_graph_explained(losses: Tensor) -> Iterator[None]:
             raise RuntimeError(
                 f"the graph of losses {tuple(losses.shape)} was freed by an earlier backward: compute the losses "
                 f"again, or pass retain_graph=True to every call but the last. PyTorch says: {error}"
+            ) from error
+        if isinstance(error, CheckpointError) and not SEES_CHECKPOINTS:
+            raise UnsupportedError(
+                f"non-reentrant checkpointing needs torch 2.10 or later here, and this is torch {torch.__version__}: "
+                f"update torch, or compute these losses without checkpointing"
             ) from error
         raise
 

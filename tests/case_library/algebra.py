@@ -163,9 +163,7 @@ def fourier_neural_operator(B: int) -> Program:
 @case(batches=(4, 1))
 def long_convolution_by_fft(B: int) -> Program:
     kernel, x = param(3, 6), torch.randn(B, 3, 6)
-    return [kernel], lambda: score(
-        torch.fft.irfft(torch.fft.rfft(x, n=12) * torch.fft.rfft(kernel, n=12), n=12)
-    )
+    return [kernel], lambda: score(torch.fft.irfft(torch.fft.rfft(x, n=12) * torch.fft.rfft(kernel, n=12), n=12))
 
 
 @case()
@@ -192,9 +190,7 @@ def gaussian_with_learned_covariance(B: int) -> Program:
 
     def losses() -> Tensor:
         scale = low.tril(-1) + torch.diag(low.diagonal().exp())
-        return -torch.distributions.MultivariateNormal(mean, scale_tril=scale, validate_args=False).log_prob(
-            x
-        )
+        return -torch.distributions.MultivariateNormal(mean, scale_tril=scale, validate_args=False).log_prob(x)
 
     return [mean, low], losses
 
@@ -204,9 +200,7 @@ def gaussian_mixture(B: int) -> Program:
     mean, log_std, logit, x = param(4, 3), param(4, 3), param(4), torch.randn(B, 3)
 
     def losses() -> Tensor:
-        each = (
-            torch.distributions.Normal(mean, log_std.exp(), validate_args=False).log_prob(x[:, None]).sum(2)
-        )
+        each = torch.distributions.Normal(mean, log_std.exp(), validate_args=False).log_prob(x[:, None]).sum(2)
         return -(each + logit.log_softmax(0)).logsumexp(1)
 
     return [mean, log_std, logit], losses

@@ -9,9 +9,7 @@ from torch import Tensor, nn
 from .registry import Program, case, ints, param, score, shaken
 
 
-@case(
-    {"batch-first": {"batch_first": True}, "time-first": {}, "no-bias": {"batch_first": True, "bias": False}}
-)
+@case({"batch-first": {"batch_first": True}, "time-first": {}, "no-bias": {"batch_first": True, "bias": False}})
 def multihead(B: int, **options: bool) -> Program:
     net = shaken(nn.MultiheadAttention(4, 2, **options))
     x = torch.randn(B, 5, 4) if net.batch_first else torch.randn(5, B, 4)
@@ -229,12 +227,7 @@ def windows(B: int, shift: int) -> Program:
     net, table, x = nn.Linear(3, 9), param(4, 4), torch.randn(B, 4, 4, 3)
 
     def losses() -> Tensor:
-        h = (
-            torch.roll(x, (-shift, -shift), (1, 2))
-            .view(B, 2, 2, 2, 2, 3)
-            .transpose(2, 3)
-            .reshape(B * 4, 4, 3)
-        )
+        h = torch.roll(x, (-shift, -shift), (1, 2)).view(B, 2, 2, 2, 2, 3).transpose(2, 3).reshape(B * 4, 4, 3)
         q, k, v = net(h).chunk(3, -1)
         h = (q @ k.mT + table).softmax(-1) @ v
         h = h.view(B, 2, 2, 2, 2, 3).transpose(2, 3).reshape(B, 4, 4, 3)

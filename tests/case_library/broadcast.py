@@ -33,13 +33,7 @@ def parameter_on_the_right(B: int, op: str, shape: str) -> Program:
     return [w], lambda: score(OPERATIONS[op](x, w).tanh())
 
 
-@case(
-    {
-        f"{op}-{shape}": {"op": op, "shape": shape}
-        for op in OPERATIONS
-        for shape in ("scalar", "last", "column")
-    }
-)
+@case({f"{op}-{shape}": {"op": op, "shape": shape} for op in OPERATIONS for shape in ("scalar", "last", "column")})
 def parameter_on_the_left(B: int, op: str, shape: str) -> Program:
     w, x = nn.Parameter(torch.rand(SHAPES[shape]) + 0.5), torch.rand(B, 3, 4) + 0.5
     return [w], lambda: score(OPERATIONS[op](w, x).tanh())
@@ -78,9 +72,7 @@ def power_and_maximum(B: int) -> Program:
 @case()
 def lerp_addcmul_addcdiv(B: int) -> Program:
     w, v, x = nn.Parameter(torch.rand(4) + 0.5), param(4), torch.randn(B, 4)
-    return [w, v], lambda: score(
-        torch.lerp(x, v, w) + torch.addcmul(v, x, w) + torch.addcdiv(x, v, w, value=0.5)
-    )
+    return [w, v], lambda: score(torch.lerp(x, v, w) + torch.addcmul(v, x, w) + torch.addcdiv(x, v, w, value=0.5))
 
 
 @case()
@@ -185,9 +177,7 @@ def take_and_index_select(B: int) -> Program:
 @case()
 def views_of_parameters(B: int) -> Program:
     w, x = param(2, 3, 4), torch.randn(B, 4)
-    return [w], lambda: score(
-        x @ w.permute(2, 0, 1).reshape(4, 6) + w.flatten()[:6] + w.unsqueeze(0)[0, 0, 0, 0]
-    )
+    return [w], lambda: score(x @ w.permute(2, 0, 1).reshape(4, 6) + w.flatten()[:6] + w.unsqueeze(0)[0, 0, 0, 0])
 
 
 @case()

@@ -139,6 +139,4 @@ def learned_spline(B: int) -> Program:
 @case()
 def radial_basis(B: int) -> Program:
     centres, width, x = param(5, 3), nn.Parameter(torch.rand(5) + 0.5), torch.randn(B, 3)
-    return [centres, width], lambda: score(
-        torch.exp(-width * (x[:, None] - centres).square().sum(2)).cumsum(1)
-    )
+    return [centres, width], lambda: score(torch.exp(-width * (x[:, None] - centres).square().sum(2)).cumsum(1))

@@ -123,9 +123,7 @@ def embedding_bag_learned_weights(B: int) -> Program:
 @case()
 def embedding_bag_shared_position_weights(B: int) -> Program:
     net, w, x = nn.EmbeddingBag(5, 3, mode="sum"), param(6), ints(5, B, 6)
-    return {"table": net.weight, "w": w}, lambda: score(
-        net(x, per_sample_weights=w.expand(B, 6).contiguous())
-    )
+    return {"table": net.weight, "w": w}, lambda: score(net(x, per_sample_weights=w.expand(B, 6).contiguous()))
 
 
 @case({mode: {"mode": mode} for mode in ("sum", "mean")})

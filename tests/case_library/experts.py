@@ -17,9 +17,7 @@ class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.router = nn.Linear(D, E)
-        self.experts = nn.ModuleList(
-            [nn.Sequential(nn.Linear(D, 6), nn.SiLU(), nn.Linear(6, D)) for _ in range(E)]
-        )
+        self.experts = nn.ModuleList([nn.Sequential(nn.Linear(D, 6), nn.SiLU(), nn.Linear(6, D)) for _ in range(E)])
 
 
 class Fused(nn.Module):
@@ -227,9 +225,7 @@ def experts_one_per_sample(B: int) -> Program:
     return net, losses
 
 
-@case(
-    batches=(4,), zeros=("experts.2.0.weight", "experts.2.0.bias", "experts.2.2.weight", "experts.2.2.bias")
-)
+@case(batches=(4,), zeros=("experts.2.0.weight", "experts.2.0.bias", "experts.2.2.weight", "experts.2.2.bias"))
 def experts_one_never_chosen(B: int) -> Program:
     net, x = Experts(), torch.randn(B, D)
 

@@ -11,18 +11,14 @@ from .registry import Program, case, ints, param, score
 
 @case()
 def relu_inplace(B: int) -> Program:
-    net = nn.Sequential(
-        nn.Linear(4, 5), nn.ReLU(inplace=True), nn.Linear(5, 5), nn.ReLU(True), nn.Linear(5, 3)
-    )
+    net = nn.Sequential(nn.Linear(4, 5), nn.ReLU(inplace=True), nn.Linear(5, 5), nn.ReLU(True), nn.Linear(5, 3))
     x = torch.randn(B, 4)
     return net, lambda: score(net(x))
 
 
 @case()
 def relu_inplace_in_cnn(B: int) -> Program:
-    net = nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(True), nn.Conv2d(4, 4, 3), nn.ReLU6(True)
-    )
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(True), nn.Conv2d(4, 4, 3), nn.ReLU6(True))
     x = torch.randn(B, 3, 7, 7)
     return net, lambda: score(net(x))
 
@@ -176,9 +172,7 @@ def running_buffer(B: int) -> Program:
 @case()
 def cache_written_by_index_copy(B: int) -> Program:
     net, x = nn.Linear(3, 4), torch.randn(B, 2, 3)
-    return net, lambda: score(
-        torch.zeros(B, 5, 4).index_copy_(1, torch.tensor([3, 1]), net(x)).cumsum(1).tanh()
-    )
+    return net, lambda: score(torch.zeros(B, 5, 4).index_copy_(1, torch.tensor([3, 1]), net(x)).cumsum(1).tanh())
 
 
 @case()

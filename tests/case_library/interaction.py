@@ -56,9 +56,7 @@ def contrastive_two_towers(B: int) -> Program:
     def losses() -> Tensor:
         scores = F.normalize(net[0](x), dim=1) @ F.normalize(net[1](y), dim=1).t() / 0.5
         target = torch.arange(B)
-        return F.cross_entropy(scores, target, reduction="none") + F.cross_entropy(
-            scores.t(), target, reduction="none"
-        )
+        return F.cross_entropy(scores, target, reduction="none") + F.cross_entropy(scores.t(), target, reduction="none")
 
     return net, losses
 
@@ -86,9 +84,7 @@ MIXERS: dict[str, Callable[[Tensor], Tensor]] = {
     "next-sample": lambda h: h * h.roll(1, 0),
     "pairs-by-view": lambda h: h * h.view(-1, 2, h.shape[1]).flip(1).reshape(h.shape),
     "pairs-by-index": lambda h: h + h[torch.arange(h.shape[0]) ^ 1].tanh(),
-    "pairs-by-mean": lambda h: (
-        h - h.view(-1, 2, h.shape[1]).mean(1, keepdim=True).expand(-1, 2, -1).reshape(h.shape)
-    ),
+    "pairs-by-mean": lambda h: h - h.view(-1, 2, h.shape[1]).mean(1, keepdim=True).expand(-1, 2, -1).reshape(h.shape),
     "halves": lambda h: h * torch.cat(h.chunk(2)[::-1]),
     "first-sample": lambda h: h * h[0],
     "convolved": lambda h: F.conv1d(h.t().unsqueeze(1), torch.ones(1, 1, 3), padding=1).squeeze(1).t(),

@@ -72,9 +72,7 @@ def folded_time_first(B: int) -> Program:
 @case(batches=(3, 1, 0))
 def sample_in_the_middle_of_a_fold(B: int) -> Program:
     net, x = nn.Linear(4, 3), torch.randn(2, B, 5, 4)
-    return net, lambda: score(
-        net(x.reshape(-1, 4) if B else x.reshape(0, 4)).view(2, B, 5, 3).transpose(0, 1)
-    )
+    return net, lambda: score(net(x.reshape(-1, 4) if B else x.reshape(0, 4)).view(2, B, 5, 3).transpose(0, 1))
 
 
 @case(batches=(3, 1, 0))
@@ -99,9 +97,7 @@ ORDERS: dict[str, Callable[[Tensor], Tensor]] = {
     "indexed": lambda h: h[torch.tensor([2, 0, 3, 1])],
     "gathered": lambda h: h.gather(0, torch.tensor([2, 0, 3, 1])[:, None].expand_as(h)),
     "unbound": lambda h: torch.stack(h.unbind()[::-1]),
-    "scattered": lambda h: torch.zeros_like(h).scatter(
-        0, torch.tensor([2, 0, 3, 1])[:, None].expand_as(h), h
-    ),
+    "scattered": lambda h: torch.zeros_like(h).scatter(0, torch.tensor([2, 0, 3, 1])[:, None].expand_as(h), h),
     "index-copied": lambda h: torch.zeros_like(h).index_copy(0, torch.tensor([2, 0, 3, 1]), h),
     "permutation-matrix": lambda h: torch.eye(4)[torch.tensor([2, 0, 3, 1])] @ h,
 }

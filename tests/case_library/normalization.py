@@ -91,9 +91,7 @@ def batch_norm_eval(B: int, kind: type[nn.Module], x: tuple[int, ...]) -> Progra
 
 @case(dtype=torch.float32, rtol=1e-4)
 def batch_norm_eval_float32(B: int) -> Program:
-    net = nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)
-    )
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4))
     x = torch.randn(B, 3, 7, 7)
     return shaken(net).eval(), lambda: score(net(x))
 

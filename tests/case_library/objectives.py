@@ -22,20 +22,14 @@ VECTORS: dict[str, Callable[[Tensor], Tensor]] = {
         h, torch.full_like(h, 0.3), torch.arange(4.0), reduction="none", pos_weight=torch.arange(1.0, 5.0)
     ),
     "kl-div": lambda h: F.kl_div(h.log_softmax(1), torch.full_like(h, 0.25), reduction="none"),
-    "kl-div-log": lambda h: F.kl_div(
-        h.log_softmax(1), h.detach().log_softmax(1), reduction="none", log_target=True
-    ),
+    "kl-div-log": lambda h: F.kl_div(h.log_softmax(1), h.detach().log_softmax(1), reduction="none", log_target=True),
     "poisson": lambda h: F.poisson_nll_loss(h, torch.ones_like(h), reduction="none"),
-    "gaussian": lambda h: F.gaussian_nll_loss(
-        h[:, :2], torch.ones_like(h)[:, :2], h[:, 2:].exp(), reduction="none"
-    ),
+    "gaussian": lambda h: F.gaussian_nll_loss(h[:, :2], torch.ones_like(h)[:, :2], h[:, 2:].exp(), reduction="none"),
     "soft-margin": lambda h: F.soft_margin_loss(h, torch.ones_like(h), reduction="none"),
     "multilabel-soft": lambda h: F.multilabel_soft_margin_loss(h, torch.ones_like(h), reduction="none"),
     "cosine": lambda h: F.cosine_embedding_loss(h, torch.ones_like(h), h.new_ones(len(h)), reduction="none"),
     "hinge-embedding": lambda h: F.hinge_embedding_loss(h, -torch.ones_like(h), reduction="none"),
-    "margin-ranking": lambda h: F.margin_ranking_loss(
-        h[:, 0], h[:, 1], h.new_ones(len(h)), 9.0, reduction="none"
-    ),
+    "margin-ranking": lambda h: F.margin_ranking_loss(h[:, 0], h[:, 1], h.new_ones(len(h)), 9.0, reduction="none"),
     "soft-labels": lambda h: F.cross_entropy(h, torch.full_like(h, 0.25), reduction="none"),
     "triplet": lambda h: F.triplet_margin_loss(h, h.flip(1), torch.ones_like(h), 9.0, reduction="none"),
     "weighted-mse": lambda h: F.mse_loss(h, torch.ones_like(h), reduction="none", weight=torch.rand(h.shape)),
@@ -146,9 +140,7 @@ def connectionist(B: int) -> Program:
 def connectionist_batch_first(B: int) -> Program:
     net, x, y = nn.GRU(3, 5, batch_first=True), torch.randn(B, 8, 3), torch.randint(1, 5, (B, 3))
     long, short = torch.full((B,), 8), torch.full((B,), 3)
-    return net, lambda: F.ctc_loss(
-        net(x)[0].log_softmax(-1).transpose(0, 1), y, long, short, reduction="none"
-    )
+    return net, lambda: F.ctc_loss(net(x)[0].log_softmax(-1).transpose(0, 1), y, long, short, reduction="none")
 
 
 @case()

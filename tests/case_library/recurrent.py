@@ -95,9 +95,7 @@ def fused_as_long_as_the_batch(B: int) -> Program:
 
 @case(dtype=torch.float32, rtol=1e-4, batches=(4, 1), nodes=("MkldnnRnnLayerBackward0",))
 def fused_after_embedding(B: int) -> Program:
-    net = nn.ModuleDict(
-        {"e": nn.Embedding(6, 3), "r": nn.LSTM(3, 4, 2, batch_first=True), "o": nn.Linear(4, 6)}
-    )
+    net = nn.ModuleDict({"e": nn.Embedding(6, 3), "r": nn.LSTM(3, 4, 2, batch_first=True), "o": nn.Linear(4, 6)})
     x = torch.randint(6, (B, 5))
     loss = nn.CrossEntropyLoss(reduction="none")
     return net, lambda: loss(net["o"](net["r"](net["e"](x))[0]).mT, x).mean(1)

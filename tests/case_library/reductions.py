@@ -110,9 +110,7 @@ SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
     "index-fill": lambda h: h.index_fill(1, torch.tensor([1]), 0.3).sin(),
     "slice-scatter": lambda h: h.slice_scatter(h[:, :2].sin(), 1, 1),
     "select-scatter": lambda h: h.select_scatter(h[:, 0].sin(), 1, 2),
-    "masked-select": lambda h: (
-        h.masked_select(torch.tensor([True, False, True, True])).view(h.shape[0], 9).sin()
-    ),
+    "masked-select": lambda h: h.masked_select(torch.tensor([True, False, True, True])).view(h.shape[0], 9).sin(),
     "meshgrid": lambda h: torch.einsum("bi,bj->bij", h[:, 0], h[:, 1]).sin(),
     "channel-shuffle": lambda h: F.channel_shuffle(h.mT, 2).cumsum(1).sin(),
 }
@@ -139,12 +137,7 @@ def reduction_time_first_as_long_as_the_batch(B: int, op: Callable[[Tensor], Ten
     return net, lambda: score(op(net(x).transpose(0, 1)))
 
 
-@case(
-    {
-        name: {"op": REDUCTIONS[name]}
-        for name in ("prod", "logsumexp", "norm", "var", "mean", "amax", "cumsum")
-    }
-)
+@case({name: {"op": REDUCTIONS[name]} for name in ("prod", "logsumexp", "norm", "var", "mean", "amax", "cumsum")})
 def reduction_of_parameters(B: int, op: Callable[[Tensor], Tensor]) -> Program:
     w, x = param(4, 4, 3), torch.randn(B, 4)
     return [w], lambda: score((x @ op(w).flatten(1)).tanh())

@@ -91,9 +91,7 @@ def modulated_weight(B: int) -> Program:
 
 @case()
 def film_conditioning(B: int) -> Program:
-    net = nn.ModuleDict(
-        {"conv": nn.Conv2d(3, 4, 3), "norm": nn.GroupNorm(2, 4, affine=False), "film": nn.Linear(2, 8)}
-    )
+    net = nn.ModuleDict({"conv": nn.Conv2d(3, 4, 3), "norm": nn.GroupNorm(2, 4, affine=False), "film": nn.Linear(2, 8)})
     x, z = torch.randn(B, 3, 5, 5), torch.randn(B, 2)
 
     def losses() -> Tensor:
@@ -158,9 +156,7 @@ def frozen_backbone(B: int) -> Program:
 
 @case()
 def only_biases_trained(B: int) -> Program:
-    net = shaken(
-        nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(36, 3))
-    )
+    net = shaken(nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(36, 3)))
     for name, p in net.named_parameters():
         p.requires_grad_(name.endswith("bias"))
     x = torch.randn(B, 3, 5, 5)
@@ -195,9 +191,7 @@ def stop_gradient_target(B: int) -> Program:
 
 @case()
 def several_inputs_and_outputs(B: int) -> Program:
-    net = nn.ModuleDict(
-        {"a": nn.Linear(3, 4), "b": nn.Conv1d(2, 4, 3), "cls": nn.Linear(4, 3), "reg": nn.Linear(4, 1)}
-    )
+    net = nn.ModuleDict({"a": nn.Linear(3, 4), "b": nn.Conv1d(2, 4, 3), "cls": nn.Linear(4, 3), "reg": nn.Linear(4, 1)})
     x, z, y, r = torch.randn(B, 3), torch.randn(B, 2, 6), ints(3, B), torch.randn(B)
 
     def losses() -> Tensor:

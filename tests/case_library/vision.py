@@ -169,9 +169,7 @@ def patches_by_unfold(B: int) -> Program:
 @case(batches=(4, 1))
 def patches_by_reshape(B: int) -> Program:
     net, x = nn.Linear(12, 3), torch.randn(B, 3, 6, 6)
-    return net, lambda: score(
-        net(x.view(B, 3, 3, 2, 3, 2).permute(0, 2, 4, 3, 5, 1).reshape(B, 9, 12)).tanh()
-    )
+    return net, lambda: score(net(x.view(B, 3, 3, 2, 3, 2).permute(0, 2, 4, 3, 5, 1).reshape(B, 9, 12)).tanh())
 
 
 @case(batches=(4, 1))

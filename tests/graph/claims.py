@@ -29,6 +29,8 @@ def refuted_cotangents(plan: Plan, losses: Tensor) -> list[str]:
     """Backpropagate every single loss: whatever it reaches must be labelled as its own."""
     tape, map = plan.tape, plan.map
     slots = [(node, nr) for node in tape.order for nr in range(len(tape.shapes(node)))]
+    if not slots:
+        return []
     claims = [map.cotangents.get(slot) for slot in slots]
     edges = [GradientEdge(node, nr) for node, nr in slots]
     refuted = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from persample.graph.tape import _strip
 
 NODES = frozenset(_strip(name) for name in dir(torch._C._functions) if not name.startswith("__"))

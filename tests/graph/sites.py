@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-from persample.graph.site import Site
-from persample.graph.tape import is_leaf, op_name, walk
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
+
+from persample.graph.saved import metadata
+from persample.graph.site import Site
+from persample.graph.tape import is_leaf, op_name, walk
 
 Row = Sequence[Tensor | None]
 
@@ -47,8 +49,15 @@ def by_engine(site: Site, row: Row) -> dict[GradientEdge, Tensor]:
     outputs = [GradientEdge(site.node, nr) for nr, g in enumerate(row) if g is not None]
     inputs = list(dict.fromkeys(GradientEdge(*site.edges[k]) for k in wanted(site)))
     live = [g for g in row if g is not None]
-    grads = torch.autograd.grad(outputs, inputs, live, retain_graph=True, materialize_grads=True)
-    return {edge: g.to_dense() if g.is_sparse else g for edge, g in zip(inputs, grads, strict=True)}
+    grads = torch.autograd.grad(outputs, inputs, live, retain_graph=True, allow_unused=True)
+    return {edge: _dense(edge, g) for edge, g in zip(inputs, grads, strict=True)}
+
+
+def _dense(edge: GradientEdge, g: Tensor | None) -> Tensor:
+    about = metadata(edge.node)[edge.output_nr]
+    if g is None:
+        return torch.zeros(about.shape, dtype=about.dtype)
+    return g.to_dense() if g.is_sparse else g
 
 
 def rows_by_engine(site: Site, rows: Sequence[Row]) -> dict[GradientEdge, Tensor]:

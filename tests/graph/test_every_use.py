@@ -202,3 +202,19 @@ def test_samples_in_every_dim_of_the_result(name: str, hidden: bool) -> None:
         want = definition(losses, params)
         assert refuted_cotangents(plan(losses, params), losses) == [], f"dim {dim}"
         assert_same(ps.grad(losses, params, retain_graph=True), want)
+
+
+@pytest.mark.parametrize("name", USES)
+@pytest.mark.filterwarnings("ignore::persample.PerformanceWarning")
+def test_rows_that_nobody_sent(name: str) -> None:
+    """An expert without tokens: the parameters are used on no rows at all."""
+    shapes, use = USES[name]
+    params = [data(*shape).requires_grad_() for shape in (*shapes, (N, N))]
+    state, nobody = (data(N, N, N) * params[-1]).tanh(), torch.tensor([], dtype=torch.int64)
+    try:
+        result = use(state[nobody], *params[:-1])
+        losses = state.sum((1, 2)) + state.new_zeros(N).index_add(0, nobody, result.flatten())
+        want = definition(losses, params)
+    except (IndexError, RuntimeError, ValueError):
+        pytest.skip("PyTorch has no answer for no rows, or made some")
+    assert_same(ps.grad(losses, params), want)

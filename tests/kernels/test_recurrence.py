@@ -25,9 +25,7 @@ OUTPUTS = {"output": (0,), "h_n": (1,), "c_n": (2,), "all": (0, 1, 2)}
 @pytest.mark.parametrize("batch_first", BOTH)
 @pytest.mark.parametrize("both", BOTH)
 @pytest.mark.parametrize("stacked", BOTH)
-def test_fused_nodes(
-    stacked: bool, both: bool, batch_first: bool, bias: bool, init: bool, B: int, T: int
-) -> None:
+def test_fused_nodes(stacked: bool, both: bool, batch_first: bool, bias: bool, init: bool, B: int, T: int) -> None:
     torch.manual_seed(T * 10 + B)
     model = nn.LSTM(d, h, 1 + stacked, bias=bias, batch_first=batch_first, bidirectional=both)
     losses = run(model, B, T, init=init)
@@ -68,9 +66,7 @@ def test_fused_nodes_against_float64(both: bool, bias: bool) -> None:
 
 
 @pytest.mark.parametrize("reverse", BOTH)
-@pytest.mark.parametrize(
-    ("dtype", "rtol"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 3e-2)]
-)
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
 def test_dtypes_against_a_float64_layer(dtype: torch.dtype, rtol: float, reverse: bool) -> None:
     layer, cotangents, want = example(reverse, dtype)
     got = contract(layer, *lstm_gate_cotangents(layer, *cotangents))
@@ -127,9 +123,7 @@ def test_saturated_gates_stay_finite_and_exact(reverse: bool) -> None:
     assert_same(got, want, rtol=1e-9)
 
 
-def run(
-    model: nn.LSTM, B: int, T: int, init: bool = False, used: tuple[int, ...] = (0, 1, 2), seed: int = 0
-) -> Tensor:
+def run(model: nn.LSTM, B: int, T: int, init: bool = False, used: tuple[int, ...] = (0, 1, 2), seed: int = 0) -> Tensor:
     """Losses (B,) that read the given outputs of an LSTM with random weights."""
     random = torch.Generator().manual_seed(seed)
     kind = model.weight_ih_l0.dtype
@@ -165,9 +159,7 @@ def replay(losses: Tensor, model: nn.LSTM) -> dict[str, Tensor]:
     """Per-sample gradients of all weights: cotangents of the fused nodes by one backward, then the kernel."""
     nodes = fused(losses.grad_fn)
     edges = [GradientEdge(node, k) for node in nodes for k in range(3)]
-    arrived = torch.autograd.grad(
-        losses, edges, torch.ones_like(losses), retain_graph=True, allow_unused=True
-    )
+    arrived = torch.autograd.grad(losses, edges, torch.ones_like(losses), retain_graph=True, allow_unused=True)
     names = {id(p): name for name, p in model.named_parameters()}
     found: dict[str, Tensor] = {}
     for n, node in enumerate(nodes):
@@ -218,9 +210,7 @@ def example(
     output, (h_n, c_n) = model(x.to(wide), tuple(states))
     # The reverse direction is the second half of the features and the last of the states.
     ours = (output[..., -h:], h_n[-1], c_n[-1])
-    losses = sum(
-        (o * g.to(wide)).movedim(-2, 0).flatten(1).sum(1) for o, g in zip(ours, cotangents, strict=True)
-    )
+    losses = sum((o * g.to(wide)).movedim(-2, 0).flatten(1).sum(1) for o, g in zip(ours, cotangents, strict=True))
     want = definition(losses, weights)
     w_ih, w_hh, b_ih, b_hh = (p.detach().to(dtype) for p in weights)
     layer = LstmLayer(x, h0, c0, w_ih, w_hh, (b_ih, b_hh), ours[0].detach().to(dtype), reverse)

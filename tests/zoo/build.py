@@ -26,9 +26,7 @@ class Float64(TorchFunctionMode):
         if func is Tensor.float:
             func = Tensor.double
         args = tuple(torch.float64 if a is torch.float32 else a for a in args)
-        return func(
-            *args, **{k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
-        )
+        return func(*args, **{k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()})
 
 
 @contextlib.contextmanager

@@ -24,9 +24,7 @@ def shaped(*shape: int, **config: Any) -> dict[str, Any]:
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "roc_bert": sizes(
-        shape_vocab_size=50, pronunciation_vocab_size=50, shape_embed_dim=8, pronunciation_embed_dim=8
-    ),
+    "roc_bert": sizes(shape_vocab_size=50, pronunciation_vocab_size=50, shape_embed_dim=8, pronunciation_embed_dim=8),
     "squeezebert": sizes(embedding_size=16),
     "luke": sizes(entity_vocab_size=20, entity_emb_size=8),
     "perceiver": sizes(
@@ -75,9 +73,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "zamba2": sizes(layers_block_type=["mamba", "hybrid"], n_mamba_heads=4),
     "nemotron_h": sizes(ssm_state_size=4, mamba_num_heads=4, mamba_head_dim=8, n_groups=2),
     "bit": sizes(num_groups=2),
-    "cvt": sizes(
-        patch_sizes=[3, 3], patch_stride=[2, 2], patch_padding=[1, 1], depth=[1, 2], cls_token=[False, True]
-    ),
+    "cvt": sizes(patch_sizes=[3, 3], patch_stride=[2, 2], patch_padding=[1, 1], depth=[1, 2], cls_token=[False, True]),
     "donut-swin": sizes(window_size=2),
     "swin": sizes(window_size=2, depths=[2, 1]),
     "swinv2": sizes(window_size=2, depths=[2, 1]),

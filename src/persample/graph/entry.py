@@ -25,24 +25,30 @@ def capture_into(
     """Hand the factor of every parameter that the losses reach to ``sink``, as soon as it is complete."""
     if not len(losses) or not params:
         return
-    if losses.grad_fn is None:
-        for name, p in params.items():
-            if p is losses:
-                sink(name, Masked(torch.ones_like(p), torch.arange(len(p)), len(p)))
-    elif len(losses) == 1:
-        _one_sample(losses, params, sink, retain_graph)
-    else:
-        found = plan(losses, list(params.values()))
-        _check_reached(found.tape, params)
-        meeting = interactions(found.tape, found.map)
-        if meeting:
-            _report_interaction(meeting, independent)
-        elif independent:
-            _refuse_unseen(found.tape)
-        running = Capture(found, losses, params, sink)
-        running.run(retain_graph)
-        for message in running.slow.values():
-            _warn(message)
+    with torch.inference_mode(False), torch.autocast(losses.device.type, enabled=False):
+        if losses.grad_fn is None:
+            for name, p in params.items():
+                if p is losses:
+                    sink(name, Masked(torch.ones_like(p), torch.arange(len(p), device=p.device), len(p)))
+        elif len(losses) == 1:
+            _one_sample(losses, params, sink, retain_graph)
+        else:
+            _several(losses, params, sink, retain_graph, independent)
+
+
+def _several(losses: Tensor, params: Mapping[str, Tensor], sink: Sink, retain_graph: bool, independent: bool) -> None:
+    """The general case."""
+    found = plan(losses, list(params.values()))
+    _check_reached(found.tape, params)
+    meeting = interactions(found.tape, found.map)
+    if meeting:
+        _report_interaction(meeting, independent)
+    elif independent:
+        _refuse_unseen(found.tape)
+    running = Capture(found, losses, params, sink)
+    running.run(retain_graph)
+    for message in running.slow.values():
+        _warn(message)
 
 
 def capture(
@@ -60,7 +66,7 @@ def _one_sample(losses: Tensor, params: Mapping[str, Tensor], sink: Sink, retain
     grads = torch.autograd.grad(losses, list(params.values()), retain_graph=retain_graph, allow_unused=True)
     for name, g in zip(params, grads, strict=True):
         if g is not None:
-            sink(name, Dense((g.to_dense() if g.is_sparse else g).detach().unsqueeze(0)))
+            sink(name, Dense((g if g.layout == torch.strided else g.to_dense()).detach().unsqueeze(0)))
 
 
 def _check_reached(tape: Tape, params: Mapping[str, Tensor]) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .invoke import call, call_each, is_opaque, sum_to
 from .layout import Layout, labels
-from .saved import in_checkpoint
+from .saved import in_backward, in_checkpoint, in_own_task, in_plain_task
 from .site import Site
 
 # Node types whose backward was seen to give the same numbers under vmap as in a loop (tests/graph/test_fallback.py).
@@ -72,14 +72,19 @@ def push_stacked(site: Site, stacks: Sequence[Tensor | None], batch: int, wanted
 
 
 def _vmapped(site: Site, stacks: Sequence[Tensor | None], wanted: Sequence[int]) -> dict[int, Tensor]:
-    live = [s for s in stacks if s is not None]
+    live = [s.contiguous() for s in stacks if s is not None]
 
     def one(*given: Tensor) -> tuple[Tensor, ...]:
         rest = iter(given)
         outputs = call(site.node, [None if s is None else next(rest) for s in stacks], site.edges)
         return tuple(_finish(site, k, outputs[k]) for k in wanted)
 
-    return dict(zip(wanted, torch.vmap(one)(*live), strict=True))
+    results: list[tuple[Tensor, ...]] = []
+    if in_backward() and not in_plain_task():  # a task cannot be opened under vmap
+        in_own_task(lambda: results.append(torch.vmap(one)(*live)))
+    else:
+        results.append(torch.vmap(one)(*live))
+    return dict(zip(wanted, results[0], strict=True))
 
 
 def _loop(site: Site, rows: Iterable[Sequence[Tensor | None]], batch: int, wanted: Sequence[int]) -> dict[int, Tensor]:

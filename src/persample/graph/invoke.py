@@ -27,13 +27,7 @@ T = TypeVar("T")
 
 def is_opaque(node: Node) -> bool:
     """A custom ``autograd.Function``, in Python or C++, or a compiled region: its backward may be anything."""
-    found = _OPAQUE.get(type(node))
-    if found is None:
-        found = _OPAQUE[type(node)] = is_custom(node) or "CppNode" in node.name()
-    return found
-
-
-_OPAQUE: dict[type, bool] = {}
+    return is_custom(node) or (type(node).__name__ == "CppFunction" and "CppNode" in node.name())
 
 
 def is_compiled(node: Node) -> bool:
@@ -111,7 +105,7 @@ def _call_python(node: Any, cotangents: Cotangents, count: int) -> Outputs:
 
 def sum_to(value: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
     """Sum over broadcast dims and take the real part, as the engine does with a node's outputs."""
-    if value.is_sparse:
+    if value.layout != torch.strided:
         value = value.to_dense()
     if tuple(value.shape) != shape:
         value = value.sum_to_size(shape)

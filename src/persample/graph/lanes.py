@@ -71,9 +71,9 @@ class Lanes:
             counts = torch.bincount(rows + 1, minlength=self.batch + 1)
             starts = counts.cumsum(0) - counts
             width = int(counts[1:].max()) if len(rows) else 0
-            table = torch.full((self.batch, width), -1)
+            table = torch.full((self.batch, width), -1, device="cpu")
             live = sorted_rows >= 0
-            column = torch.arange(len(rows)) - starts[sorted_rows + 1]
+            column = torch.arange(len(rows), device="cpu") - starts[sorted_rows + 1]
             table[sorted_rows[live], column[live]] = where[live]
             self._order = table
         return self._order
@@ -115,9 +115,10 @@ def _sum_labelled(t: Tensor, layout: Layout, reduced: Sequence[int], varying: Se
     rest = [d for d in range(len(shape)) if d not in varying]
     rows = part.permute([*varying, *rest]).reshape(prod(shape[d] for d in varying), prod(part.shape[d] for d in rest))
     places = prod(shape[d] for d in staying)
-    place = torch.zeros((), dtype=torch.int64)
+    place = torch.zeros((), dtype=torch.int64, device="cpu")
     for d in staying:
-        place = place * shape[d] + torch.arange(shape[d]).reshape([-1 if e == d else 1 for e in range(len(shape))])
+        along = torch.arange(shape[d], device="cpu").reshape([-1 if e == d else 1 for e in range(len(shape))])
+        place = place * shape[d] + along
     mark = labels(layout, shape)
     mark = torch.where(mark < 0, mark, mark * places + place)
     index = mark.permute([*varying, *rest]).reshape(-1)

@@ -125,7 +125,7 @@ def carry(layout: Layout, shape: Shape, to_shape: Shape, to_dims: Sequence[int |
     index = index.permute([d for _, d in sorted(moved)] + [d for d in range(len(shape)) if index.shape[d] == 1])
     sizes = {to: shape[d] for to, d in moved}
     index = index.reshape([sizes.get(e, 1) for e in range(len(to_shape))])
-    return simplify(index, to_shape, layout.batch)
+    return Labels(layout.batch, index) if isinstance(layout, Labels) else simplify(index, to_shape, layout.batch)
 
 
 def reshape(layout: Layout, shape: Shape, to_shape: Shape) -> Layout:

@@ -71,9 +71,10 @@ def probe_slots(tape: Tape, losses: Tensor, slots: Sequence[Slot]) -> dict[Slot,
     """The fate of the cotangents at ``slots``, by real backwards from the losses."""
     edges = [GradientEdge(node, nr) for node, nr in slots]
     samples = torch.arange(len(losses), device=losses.device)
+    start = _noise((len(losses),), losses.dtype, losses.device, seed=0)  # not ones: whole numbers meet by chance
 
     def run(scales: Sequence[_Scale | None]) -> list[_Outputs]:
-        cotangents = [torch.ones_like(losses) if scale is None else scale(samples).to(losses.dtype) for scale in scales]
+        cotangents = [start if scale is None else start * scale(samples).to(losses.dtype) for scale in scales]
         runs = [torch.autograd.grad(losses, edges, c, retain_graph=True, allow_unused=True) for c in cotangents]
         return [[_plain(t) for t in grads] for grads in runs]
 

@@ -62,7 +62,7 @@ def _view(site: Site, factor: Factor, target: Shape) -> Factor | None:
     return View(factor, target, lambda stack: stack.reshape(len(stack), *target))
 
 
-@lift("Clone Alias Contiguous")
+@lift("Clone Alias")
 def _same(site: Site, factor: Factor, target: Shape) -> Factor | None:
     return factor
 

@@ -139,7 +139,7 @@ def in_own_task(fn: Callable[[], None], *, keep_graph: bool = False) -> None:
             _own_tasks.discard(task)
 
     with torch.enable_grad():
-        result: Tensor = _Task.apply(torch.zeros((), requires_grad=True), run)  # type: ignore[no-untyped-call]
+        result: Tensor = _Task.apply(torch.zeros((), device="cpu", requires_grad=True), run)  # type: ignore[no-untyped-call]
     result.backward(retain_graph=keep_graph)
 
 
@@ -194,6 +194,9 @@ def read_ahead(node: Node) -> dict[str, Tensor]:
     with unpacked_often(node):
         read = {name: getattr(node, f"_saved_{name}", None) for name in _holders(node)}
     return {name: value.detach() for name, value in read.items() if isinstance(value, Tensor)}
+
+
+SEES_CHECKPOINTS = hasattr(torch._C._autograd.SavedTensor, "data")  # from torch 2.10 on
 
 
 def is_recomputed(node: Node) -> bool:

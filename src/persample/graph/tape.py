@@ -54,7 +54,13 @@ class Tape:
 
 def op_name(node: Node) -> str:
     """``AddmmBackward0`` and its like without the suffix: the name rules are registered under."""
-    return _NAMES.get(type(node)) or _NAMES.setdefault(type(node), _strip(type(node).__name__))
+    kind = type(node)
+    name = _NAMES.get(kind)
+    if name is None:
+        if kind.__name__ == "CppFunction":  # the one type of all C++ nodes that PyTorch has not made a class for
+            return _strip(node.name())
+        name = _NAMES[kind] = _strip(kind.__name__)
+    return name
 
 
 _NAMES: dict[type, str] = {}

@@ -236,7 +236,7 @@ _TERNARY: Samples = {
         lambda: torch.where(mask(2, 3), w(3), w(2, 1)),
         lambda: torch.where(mask(2, 1), w(2, 3), 0.0),
         lambda: torch.where(mask(3), c(2, 3), w()),
-        lambda: torch.where(mask(2, 3), z(3), w(2, 1)),
+        lambda: torch.where(mask(2, 3), z(3), z(2, 1)),
     ],
 }
 

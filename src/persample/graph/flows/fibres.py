@@ -67,7 +67,7 @@ BATCH_NORMS = (
 
 def normalises_batch(site: Site) -> bool:
     """Does this batch norm use the statistics of the batch?"""
-    return bool(site.value("training")) if site.has("training") else not site.name.endswith("NoTraining")
+    return bool(site.value("training")) if site.has("training") else not site.name.endswith(("NoTraining", "NoUpdate"))
 
 
 @flow(BATCH_NORMS)

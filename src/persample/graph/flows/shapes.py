@@ -128,7 +128,7 @@ def pieces(site: Site, k: int, layouts: Layouts) -> Fate:
     batch = live[0][1].batch
     parts = []
     for shape, layout in zip(site.shapes, layouts, strict=True):
-        one = torch.full([1] * len(shape), NOBODY) if layout is None else labels(layout, shape)
+        one = torch.full([1] * len(shape), NOBODY, device="cpu") if layout is None else labels(layout, shape)
         one = one.unsqueeze(dim) if unbind else one
         size = 1 if unbind else shape[dim]
         parts.append(one.expand([size if d == dim else n for d, n in enumerate(one.shape)]))
