@@ -69,24 +69,25 @@ def grad(
     """
     tensors = named(params)
     check_losses(losses)
-    buffers = _buffers(out, tensors, len(losses))
-    missing = dict(buffers)
+    with boundary(losses):
+        buffers = _buffers(out, tensors, len(losses))
+        missing = dict(buffers)
 
-    def write(name: str, factor: Factor) -> None:
-        factor.stack(missing.pop(name))
+        def write(name: str, factor: Factor) -> None:
+            factor.stack(missing.pop(name))
 
-    with freed_graph_explained(losses):
         capture_into(losses, tensors, write, retain_graph=retain_graph, independent=independent)
-    for buffer in missing.values():
-        buffer.zero_()
+        for buffer in missing.values():
+            buffer.zero_()
     return pack(params, buffers)
 
 
 @contextmanager
-def freed_graph_explained(losses: Tensor) -> Iterator[None]:
-    """Add the remedy to PyTorch's own error."""
+def boundary(losses: Tensor) -> Iterator[None]:
+    """Keep the caller's modes out, and add the remedy to PyTorch's own errors."""
     try:
-        yield
+        with torch.inference_mode(False), torch.autocast(losses.device.type, enabled=False):
+            yield
     except RuntimeError as error:
         if "second time" in str(error):
             raise RuntimeError(
@@ -95,8 +96,8 @@ def freed_graph_explained(losses: Tensor) -> Iterator[None]:
             ) from error
         if isinstance(error, CheckpointError) and not SEES_CHECKPOINTS:
             raise UnsupportedError(
-                f"non-reentrant checkpointing needs torch 2.10 or later here, and this is torch {torch.__version__}: "
-                f"update torch, or compute these losses without checkpointing"
+                "non-reentrant checkpointing needs torch 2.10 or later here, and this torch is older: "
+                "update it, or compute these losses without checkpointing"
             ) from error
         raise
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ._table import render
-from .api import check_losses
+from .api import boundary, check_losses
 from .graph.describe import Handling, describe
 from .params import Params, named
 
@@ -46,5 +46,6 @@ def explain(losses: Tensor, params: Params) -> Explanation:
         An `Explanation`: ``rows`` with one entry per use, and ``interactions``, the ops in which samples meet.
     """
     check_losses(losses)
-    rows, meeting = describe(losses, named(params))
+    with boundary(losses):
+        rows, meeting = describe(losses, named(params))
     return Explanation(tuple(rows), tuple(meeting))

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from persample.graph.lanes import Lanes, one_sample, sum_per_sample
-from persample.graph.layout import Block, Labels, Layout, Shape, sample_dims
+from persample.graph.lanes import Lanes, sum_per_sample
+from persample.graph.layout import Labels, Layout, Shape, sample_dims
 from tests.graph.explicit import explicit, layouts, repeatable, varying
 
 
@@ -117,9 +117,3 @@ def test_ragged_samples_are_padded() -> None:
     lanes = Lanes.of(Labels(4, torch.tensor([2, 0, 2, -1, 2]).reshape(5, 1)), (5, 3), 1)
     assert lanes is not None
     assert lanes.order().tolist() == [[1, -1, -1], [-1, -1, -1], [0, 2, 4], [-1, -1, -1]]
-
-
-def test_one_sample() -> None:
-    assert one_sample(Labels(4, torch.tensor([[2]]))) == 2
-    assert one_sample(Labels(4, torch.tensor([[2, 2]]))) is None
-    assert one_sample(Block(4, 1)) is None

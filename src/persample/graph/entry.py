@@ -25,15 +25,14 @@ def capture_into(
     """Hand the factor of every parameter that the losses reach to ``sink``, as soon as it is complete."""
     if not len(losses) or not params:
         return
-    with torch.inference_mode(False), torch.autocast(losses.device.type, enabled=False):
-        if losses.grad_fn is None:
-            for name, p in params.items():
-                if p is losses:
-                    sink(name, Masked(torch.ones_like(p), torch.arange(len(p), device=p.device), len(p)))
-        elif len(losses) == 1:
-            _one_sample(losses, params, sink, retain_graph)
-        else:
-            _several(losses, params, sink, retain_graph, independent)
+    if losses.grad_fn is None:
+        for name, p in params.items():
+            if p is losses:
+                sink(name, Masked(torch.ones_like(p), torch.arange(len(p), device=p.device), len(p)))
+    elif len(losses) == 1:
+        _one_sample(losses, params, sink, retain_graph)
+    else:
+        _several(losses, params, sink, retain_graph, independent)
 
 
 def _several(losses: Tensor, params: Mapping[str, Tensor], sink: Sink, retain_graph: bool, independent: bool) -> None:

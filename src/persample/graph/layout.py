@@ -184,13 +184,22 @@ def simplify(index: Tensor, shape: Shape, batch: int) -> Layout:
     return Labels(batch, index)
 
 
+def same(a: Layout, b: Layout) -> bool:
+    """Are these two the same layout, written in the same form?"""
+    if a is b:
+        return True
+    if isinstance(a, Labels) and isinstance(b, Labels):
+        return a.batch == b.batch and torch.equal(a.index, b.index)
+    return isinstance(a, Block) and a == b
+
+
 def join(a: Layout, b: Layout, shape: Shape) -> Layout | None:
     """The layout of a sum of two separable tensors, or None where their samples differ."""
-    if a is b or (isinstance(a, Block) and a == b):
+    if same(a, b):
         return a
     if isinstance(a, Block) and isinstance(b, Block):
-        same = sample_dims(a, shape) == sample_dims(b, shape) and torch.equal(labels(a, shape), labels(b, shape))
-        return a if same else None
+        agree = sample_dims(a, shape) == sample_dims(b, shape) and torch.equal(labels(a, shape), labels(b, shape))
+        return a if agree else None
     x, y = labels(a, shape), labels(b, shape)
     x, y = torch.broadcast_tensors(x, y)
     if bool(((x != y) & (x != NOBODY) & (y != NOBODY)).any()):

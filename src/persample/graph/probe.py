@@ -90,9 +90,9 @@ def _plain(t: Tensor | None) -> Tensor | None:
 def _noise(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Tensor:
     """Numbers between 1 and 2, random but for a period that no op has reason to follow; the user's generator rests."""
     period, count = 65537, prod(shape)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
     wide = torch.complex128 if dtype.is_complex else torch.float64
-    line = torch.rand(min(period, count), generator=generator, dtype=wide).add_(1).to(device, dtype)
+    line = torch.rand(min(period, count), generator=generator, dtype=wide, device="cpu").add_(1).to(device, dtype)
     return line.repeat(-(-count // period))[:count].reshape(shape) if count else line.reshape(shape)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from ..layout import NOBODY, Labels, Layout, Shape, carry, labels, reshape, sample_dims, simplify
+from ..layout import NOBODY, Labels, Layout, Shape, carry, labels, reshape, same, sample_dims, simplify
 from ..site import Fate, Flow, Site
 from .registry import Layouts, flow, keep, only
 
@@ -122,19 +124,29 @@ def pieces(site: Site, k: int, layouts: Layouts) -> Fate:
     unbind = site.name == "Unbind"
     live = [(s, lay) for s, lay in zip(site.shapes, layouts, strict=True) if lay is not None]
     to_dims = [d + (unbind and d >= dim) if d != dim or unbind else None for d in range(len(site.shapes[0]))]
-    moved = [carry(lay, s, target, to_dims) if sample_dims(lay, s) else None for s, lay in live]
-    if moved and moved[0] is not None and all(m == moved[0] for m in moved):
-        return moved[0]
-    batch = live[0][1].batch
+    whole = _moved_alike(live, target, to_dims)
+    if whole is not None:
+        return whole
     parts = []
-    for shape, layout in zip(site.shapes, layouts, strict=True):
-        one = torch.full([1] * len(shape), NOBODY, device="cpu") if layout is None else labels(layout, shape)
+    for piece, its in zip(site.shapes, layouts, strict=True):
+        one = torch.full([1] * len(piece), NOBODY, device="cpu") if its is None else labels(its, piece)
         one = one.unsqueeze(dim) if unbind else one
-        size = 1 if unbind else shape[dim]
+        size = 1 if unbind else piece[dim]
         parts.append(one.expand([size if d == dim else n for d, n in enumerate(one.shape)]))
-    sizes = torch.broadcast_shapes(*[p.narrow(dim, 0, 1).shape for p in parts if p.shape[dim]])
+    sizes = torch.broadcast_shapes(*[[1 if d == dim else n for d, n in enumerate(p.shape)] for p in parts])
     parts = [p.expand([p.shape[dim] if d == dim else n for d, n in enumerate(sizes)]) for p in parts]
-    return simplify(torch.cat(parts, dim), target, batch)
+    return simplify(torch.cat(parts, dim), target, live[0][1].batch)
+
+
+def _moved_alike(live: Sequence[tuple[Shape, Layout]], target: Shape, to_dims: Sequence[int | None]) -> Layout | None:
+    """Where the sample goes, if it goes to the same place from every piece."""
+    (shape, layout), *others = live
+    found = carry(layout, shape, target, to_dims) if sample_dims(layout, shape) else None
+    for other_shape, other in others:
+        if found is not None and not (other_shape == shape and same(other, layout)):
+            moved = carry(other, other_shape, target, to_dims) if sample_dims(other, other_shape) else None
+            found = found if moved is not None and same(moved, found) else None
+    return found
 
 
 @flow("Stack")
