@@ -1,6 +1,10 @@
-"""The node types that this torch knows, under the names that rules are registered by."""
+"""The node types that this torch knows, under the names that rules are registered by, and the names that rules read."""
 
 from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from importlib.resources.abc import Traversable
 
 import torch
 
@@ -10,3 +14,24 @@ NODES = frozenset(_strip(name) for name in dir(torch._C._functions) if not name.
 
 # Nodes of the newest torch that the oldest one does not have.
 LATER = frozenset({"Aminmax", "Ldexp"})
+
+_READERS = {"number", "numbers", "tensor", "optional", "value", "dims"}
+
+
+def names_read(folder: Traversable) -> Iterator[str]:
+    """The names that rules and flows pass to a site's readers."""
+    for file in folder.iterdir():
+        if file.is_dir():
+            yield from names_read(file)
+        elif file.name.endswith(".py"):
+            for call in ast.walk(ast.parse(file.read_text())):
+                if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _READERS:
+                    yield from _literals(call.args[0])
+
+
+def _literals(argument: ast.expr) -> Iterator[str]:
+    if isinstance(argument, ast.IfExp):
+        yield from _literals(argument.body)
+        yield from _literals(argument.orelse)
+    elif isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+        yield argument.value

@@ -6,10 +6,7 @@ skipped, to say so, and the others tell which names are gone.
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterator
 from importlib.resources import files
-from importlib.resources.abc import Traversable
 from typing import Any
 
 import pytest
@@ -22,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from persample.graph import saved
 from persample.graph.invoke import is_compiled
 from persample.graph.tape import is_leaf, op_name
-from tests.graph.names import LATER, NODES
+from tests.graph.names import LATER, NODES, names_read
 from tests.graph.samples.leaves import c, w, z
 from tests.graph.saved_rows import ELSEWHERE, RECURRENT, SAVED, Row
 from tests.graph.sites import find, nodes
@@ -55,7 +52,7 @@ def test_saved_by_nodes_of_other_devices(kind: str) -> None:
 
 def test_every_name_that_rules_read_has_a_row() -> None:
     covered = {name for row in SAVED for name in row.saved} | set().union(*ELSEWHERE.values())
-    read = set(_names_read(files("persample.graph")))
+    read = set(names_read(files("persample.graph")))
     assert {"padding_idx", "normalized_shape", "dim0", "has_biases"} <= read
     assert sorted(read - covered) == []
 
@@ -291,25 +288,3 @@ def _assert_saved(node: Node, name: str, want: Any) -> None:
         found = saved.value(node, name)
         assert type(found) is type(want), name
         assert found == want, name
-
-
-_READERS = {"number", "numbers", "tensor", "optional", "value", "dims"}
-
-
-def _names_read(folder: Traversable) -> Iterator[str]:
-    """The names that rules and flows pass to a site's readers."""
-    for file in folder.iterdir():
-        if file.is_dir():
-            yield from _names_read(file)
-        elif file.name.endswith(".py"):
-            for call in ast.walk(ast.parse(file.read_text())):
-                if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _READERS:
-                    yield from _literals(call.args[0])
-
-
-def _literals(argument: ast.expr) -> Iterator[str]:
-    if isinstance(argument, ast.IfExp):
-        yield from _literals(argument.body)
-        yield from _literals(argument.orelse)
-    elif isinstance(argument, ast.Constant) and isinstance(argument.value, str):
-        yield argument.value

@@ -17,7 +17,7 @@ from .layout import Block, Layout, join
 from .names import READS
 from .probe import probe_node, probe_slots
 from .saved import constants, in_checkpoint
-from .site import Fate, Flow, Site
+from .site import Fate, Flow, Site, weights_only
 from .tape import Slot, Tape, is_leaf, op_name
 
 
@@ -70,7 +70,9 @@ class _Assignment:
                 batched.add(node)
                 for _, slot in site.outputs:
                     cotangents[slot] = Flow.SHARED
-            elif not is_leaf(node) and any(state is not None for state in states):
+            elif not is_leaf(node) and any(
+                state is not None and 0 not in shape for state, shape in zip(states, site.shapes, strict=True)
+            ):  # a cotangent without elements carries nothing
                 self._flow(site, states)  # type: ignore[arg-type]
         return self.map
 
@@ -112,7 +114,7 @@ class _Assignment:
 
     def _look_again(self, slot: Slot) -> Fate:
         """Samples could meet here, random cotangents say; do they in this call, or are they kept apart by zeros?"""
-        if self.tape.reaches(slot[0], is_compiled):
+        if any(is_compiled(node) for node in self.tape.order):  # compiled regions may refuse to run while kept
             return Flow.MIXED
         fate = self.settled[slot] = probe_slots(self.tape, self.losses, [slot])[slot]
         if fate is not None:
@@ -149,4 +151,7 @@ class _Assignment:
             both = (before, fate)
             self.map.cotangents[slot] = Flow.MIXED if Flow.MIXED in both else Flow.SHARED
         else:
-            self.map.cotangents[slot] = join(before, fate, self.tape.shape(slot)) or Flow.MIXED
+            joined: Fate = join(before, fate, self.tape.shape(slot))
+            if joined is None:
+                joined = Flow.MIXED if weights_only(self.tape, slot[0]) else self._look_again(slot)
+            self.map.cotangents[slot] = joined or before

@@ -97,15 +97,21 @@ class Site:
         """Does output k lead to parameters through computations with weights and numbers alone?"""
         slot = self.edges[k]
         assert slot is not None
-        return not self._tape.reaches(slot[0], self._computes_with_data)
+        return weights_only(self._tape, slot[0])
 
-    def _computes_with_data(self, node: Node) -> bool:
-        """An operand without gradient is data, unless it may be a number or a mask that left a weight its shape."""
-        if op_name(node) in READS:
-            return True
-        if node not in self._tape.fed:
-            return False
-        shape = self._tape.shapes(node)[0]
-        return op_name(node) not in POINTWISE or any(
-            slot is not None and self._tape.shape(slot) != shape for slot in self._tape.edges[node]
-        )
+
+def weights_only(tape: Tape, node: Node) -> bool:
+    """Is everything from this node down computed from weights and numbers alone?"""
+    return not tape.reaches(node, lambda below: _computes_with_data(tape, below))
+
+
+def _computes_with_data(tape: Tape, node: Node) -> bool:
+    """An operand without gradient is data, unless it may be a number or a mask that left a weight its shape."""
+    if op_name(node) in READS:
+        return True
+    if node not in tape.fed:
+        return False
+    shape = tape.shapes(node)[0]
+    return op_name(node) not in POINTWISE or any(
+        slot is not None and tape.shape(slot) != shape for slot in tape.edges[node]
+    )

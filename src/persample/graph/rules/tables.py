@@ -97,8 +97,9 @@ def embedding_bag(use: Use) -> Factor | None:
     if site.number("mode") == 2:
         return _bag_maxima(use, lanes)
     ids, bag = site.tensor("indices"), site.tensor("result1")
-    if len(bag) != len(ids):
-        return None
+    if len(bag) != len(ids):  # the CPU's fused sum keeps offsets only
+        place = torch.arange(len(ids), device=ids.device)
+        bag = torch.searchsorted(site.tensor("offsets").to(place.dtype), place, right=True) - 1
     live = ids != site.number("padding_idx")
     weights = site.optional("per_sample_weights")
     values = g.index_select(0, bag)
