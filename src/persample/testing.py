@@ -23,8 +23,8 @@ class Row:
 
     name: str
     shape: tuple[int, ...]
-    error: float  # largest difference, relative to the largest gradient of this parameter
-    magnitude: float  # that largest gradient
+    error: float  # largest difference, relative to the largest gradient of the same sample
+    magnitude: float  # the largest gradient of any sample
     ok: bool
 
 
@@ -99,8 +99,10 @@ def check(
     Args:
         losses_fn: computes the losses, shape (B,), afresh at every call, with the same result (no active dropout).
         params: as for ``persample.grad``.
-        rtol: allowed difference relative to a parameter's largest gradient; by default what its dtype can hold.
-        atol: differences up to this size are allowed whatever the gradients are.
+        rtol: allowed difference relative to the sample's largest gradient of the parameter; by default what its dtype
+            can hold.
+        atol: differences up to this size are allowed whatever the gradients are; by default ten units in the last place
+            of the largest gradient of all.
 
     Returns:
         A report with one row per parameter. ``print(report)`` shows a table, ``report.ok`` is the verdict, and
@@ -118,25 +120,27 @@ def check(
         result = grad(second, params)
     got = result if isinstance(result, dict) else {str(i): g for i, g in enumerate(result)}
     notes = tuple(str(w.message) for w in caught if issubclass(w.category, PerformanceWarning))
-    rows = tuple(_compare(name, got[name], want[name], rtol, atol) for name in want)
+    largest = max((float(w.abs().nan_to_num(posinf=0).max()) for w in want.values() if w.numel()), default=0.0)
+    rows = tuple(_compare(name, got[name], want[name], largest, rtol, atol) for name in want)
     return Report(rows, len(first), notes)
 
 
-def _compare(name: str, got: Tensor, want: Tensor, rtol: float | None, atol: float | None) -> Row:
-    """One parameter's row; NaN on one side only is an infinite error."""
+def _compare(name: str, got: Tensor, want: Tensor, largest: float, rtol: float | None, atol: float | None) -> Row:
+    """One parameter's row: every sample against its own largest gradient; NaN on one side only is an infinite error."""
     allowed = _tolerance(want.dtype) if rtol is None else rtol
+    floor = 10 * torch.finfo(want.dtype).eps * largest if atol is None else atol
     wide = torch.complex128 if want.is_complex() else torch.float64
-    a, b = got.to(wide), want.to(wide)
-    same = (a == b) | (a.isnan() & b.isnan())
-    difference = (a - b).abs().masked_fill(same, 0.0).nan_to_num(nan=float("inf"))
-    error = float(difference.max()) if difference.numel() else 0.0
-    finite = b.abs()[b.isfinite()]
-    magnitude = float(finite.max()) if finite.numel() else 0.0
-    floor = torch.finfo(want.dtype).tiny
-    ok = error <= max(allowed * magnitude, atol if atol is not None else allowed * 1e-3)
-    return Row(name, tuple(want.shape[1:]), error / max(magnitude, floor) if error else 0.0, magnitude, ok)
+    a, b = (t.to(wide).reshape(len(want), -1 if want.numel() else 0) for t in (got, want))
+    alike = (a == b) | (a.isnan() & b.isnan())
+    difference = (a - b).abs().masked_fill(alike, 0.0).nan_to_num(nan=float("inf"))
+    if not difference.numel():
+        return Row(name, tuple(want.shape[1:]), 0.0, 0.0, True)
+    error, scale = difference.amax(1), b.abs().masked_fill(~b.isfinite(), 0.0).amax(1)
+    relative = error / scale.clamp(min=max(floor, torch.finfo(want.dtype).tiny))
+    ok = bool((error <= (allowed * scale).clamp(min=floor)).all())
+    return Row(name, tuple(want.shape[1:]), float(relative.max()), float(scale.max()), ok)
 
 
 def _tolerance(dtype: torch.dtype) -> float:
-    """A few hundred units in the last place: sums are added in another order."""
-    return 500 * torch.finfo(dtype).eps if dtype != torch.bfloat16 else 0.1
+    """A few hundred units in the last place, as sums are added in another order; half precisions have few places."""
+    return {torch.bfloat16: 0.1, torch.float16: 0.02}.get(dtype, 500 * torch.finfo(dtype).eps)

@@ -128,7 +128,7 @@ def spatial_transformer(B: int, **options: str) -> Program:
     return net, losses
 
 
-@case(batches=(4, 1))
+@case(batches=(4, 1), slow_path=True)
 def interpolated_position_embedding(B: int) -> Program:
     pos, x = param(1, 4, 3, 3), torch.randn(B, 4, 5, 5)
     return [pos], lambda: score((x + F.interpolate(pos, size=(5, 5), mode="bicubic")).tanh())
@@ -140,7 +140,7 @@ def learned_image_sampled_per_sample(B: int) -> Program:
     return [plane], lambda: score(F.grid_sample(plane.expand(B, -1, -1, -1), grid, align_corners=True).sin())
 
 
-@case(batches=(4, 1))
+@case(batches=(4, 1), slow_path=True)
 def learned_image_padded_and_unfolded(B: int) -> Program:
     plane, x = param(1, 2, 4, 4), torch.randn(B, 2, 4, 4)
     return [plane], lambda: score(F.unfold(x * plane.exp(), 2) * F.unfold(F.pad(plane, (0, 1)), 2)[:, :, :9])

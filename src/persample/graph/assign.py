@@ -80,7 +80,9 @@ class _Assignment:
         """Send the layouts of a separable node on to its outputs."""
         asked: list[Fate] = []
         for k, slot in site.outputs:
-            fate: Fate = None if site.name in SECTIONS else whole(layouts, len(self.tape.shape(slot)))
+            fate: Fate = None
+            if site.name not in SECTIONS and not is_opaque(site.node):
+                fate = whole(layouts, len(self.tape.shape(slot)))
             if fate is None:
                 fate = self._by_rule(site, k, layouts)
             if fate is Flow.PROBE:

@@ -16,12 +16,12 @@ from torch.utils.hooks import RemovableHandle
 
 from ..factors import Dense, Factor, Masked, combine
 from . import saved
-from .fallback import push_masked
+from .fallback import loops, push_masked
 from .invoke import call, is_opaque, sum_to
 from .layout import Layout, labels
 from .plan import Plan
 from .pullback import lifted, pull
-from .rules import RULES, Use, opaque
+from .rules import RULES, Use, by_probe
 from .site import Flow, Site
 from .tape import Slot, is_leaf
 
@@ -39,6 +39,7 @@ class Capture:
             self.names.setdefault(id(p), []).append(name)
         self.terms: dict[Slot, list[Factor]] = {}
         self.waiting = _contributions(plan)
+        self.done: set[Node] = set()  # shared tensors whose factors have gone on
         self.pending = dict.fromkeys(plan.frontier)  # frontier nodes whose cotangents have not come yet
         self.terminal = {node for node, _ in plan.requested if not is_leaf(node)}
         self.slow: dict[tuple[str, str], str] = {}  # op and parameter -> what to warn of
@@ -128,7 +129,7 @@ class Capture:
             return None
         fast = RULES.get(use.site.name)
         factor = None if fast is None else fast(use)
-        return factor if factor is not None or flow is Flow.MIXED else opaque(use)
+        return factor if factor is not None or flow is Flow.MIXED else by_probe(use)
 
     def _separable_edge(self, use: Use, flow: Layout) -> Factor | None:
         """Part of a sum that is not separable, but this contribution is: compute it whole, once."""
@@ -198,14 +199,14 @@ class Capture:
         if factor is None:
             return []
         del self.terms[node, 0]
-        self.waiting[node] = -1
+        self.done.add(node)
         return [(slot, factor)]
 
     def _finish(self, cotangents: dict[Slot, Tensor]) -> None:
         """Take what the engine returned, and pull back what is left, from the losses down."""
         self._take_requested(cotangents)
         for node in self.tape.order:
-            if node not in self.map.batched or self.waiting.get(node) == -1:
+            if node not in self.map.batched or node in self.done:
                 continue
             if is_leaf(node):
                 self._deliver(node, self._take((node, 0)))
@@ -215,6 +216,10 @@ class Capture:
             if any(f is not None for f in factors):
                 with torch.no_grad():
                     found = pull(site, factors, self.map.batch)
+                if loops(site) and any(isinstance(factor, Dense) for factor in found.values()):
+                    for k in found:
+                        self._note(site, k)
+                        self.record.append((site, k, f"fallback: {self.map.batch} calls of the node"))
                 for k, factor in found.items():
                     slot = site.edges[k]
                     assert slot is not None
@@ -225,7 +230,7 @@ class Capture:
         return combine(terms) if terms else None
 
     def _deliver(self, leaf: Node, factor: Factor | None) -> None:
-        self.waiting[leaf] = -1
+        self.done.add(leaf)
         if factor is not None:
             for name in self.names[id(self.tape.leaves[leaf])]:
                 with torch.no_grad():

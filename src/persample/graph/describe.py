@@ -9,10 +9,11 @@ from torch import Tensor
 
 from .._errors import UnsupportedError
 from .capture import Capture
+from .entry import check_reached
 from .interaction import interactions
 from .layout import Block, Layout, Shape, sample_dims, split
 from .plan import plan
-from .tape import is_leaf, op_name
+from .tape import is_leaf, op_name, walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +46,26 @@ def in_words(layout: Layout | None, shape: Shape) -> str:
 
 def describe(losses: Tensor, params: Mapping[str, Tensor]) -> tuple[list[Handling], list[str]]:
     """Every use of every parameter, and the ops in which samples interact. Runs a backward and keeps the graph."""
-    if len(losses) < 2 or losses.grad_fn is None:
-        return [Handling(name, "", "", "", "one sample or none: an ordinary backward") for name in params], []
+    if losses.grad_fn is None:
+        return [
+            Handling(name, "", "", "", "the losses are a parameter themselves, or reach none") for name in params
+        ], []
     try:
-        found = plan(losses, list(params.values()))
+        check_reached(walk(losses, params.values()), params)
+        found = plan(losses, list(params.values())) if len(losses) > 1 else None
     except UnsupportedError as error:
         return [Handling(name, "", "", "", f"refused: {error}") for name in params], []
+    if found is None:
+        return [Handling(name, "", "", "", "one sample or none: an ordinary backward") for name in params], []
     capture = Capture(found, losses, params, lambda name, factor: None)
     capture.run(retain_graph=True)
     rows: dict[str, list[Handling]] = {name: [] for name in params}
     for site, k, how in capture.record:
-        shown = next((nr for nr, lay in enumerate(found.map.layouts(site.node)) if lay is not None), 0)
-        layout = in_words(found.map.layouts(site.node)[shown], site.shapes[shown])
+        layout = "shared by all samples"
+        if site.node not in found.map.batched:
+            layouts = found.map.layouts(site.node)
+            shown = next(nr for nr, lay in enumerate(layouts) if lay is not None)
+            layout = in_words(layouts[shown], site.shapes[shown])
         slot = site.edges[k]
         assert slot is not None
         for name, via in capture.parameters_below(slot[0]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from ..factors import Dense, Factor, Masked
 from .capture import Capture, Sink
 from .interaction import interactions
 from .invoke import is_opaque
-from .plan import plan
+from .plan import Plan, plan
 from .tape import Tape, walk
 
 
@@ -38,7 +39,8 @@ def capture_into(
 def _several(losses: Tensor, params: Mapping[str, Tensor], sink: Sink, retain_graph: bool, independent: bool) -> None:
     """The general case."""
     found = plan(losses, list(params.values()))
-    _check_reached(found.tape, params)
+    check_reached(found.tape, params)
+    _refuse_module_hooks(found)
     meeting = interactions(found.tape, found.map)
     if meeting:
         _report_interaction(meeting, independent)
@@ -61,14 +63,14 @@ def capture(
 
 def _one_sample(losses: Tensor, params: Mapping[str, Tensor], sink: Sink, retain_graph: bool) -> None:
     """One sample: an ordinary backward, on a graph that was looked at all the same."""
-    _check_reached(walk(losses, params.values()), params)
+    check_reached(walk(losses, params.values()), params)
     grads = torch.autograd.grad(losses, list(params.values()), retain_graph=retain_graph, allow_unused=True)
     for name, g in zip(params, grads, strict=True):
         if g is not None:
             sink(name, Dense((g if g.layout == torch.strided else g.to_dense()).detach().unsqueeze(0)))
 
 
-def _check_reached(tape: Tape, params: Mapping[str, Tensor]) -> None:
+def check_reached(tape: Tape, params: Mapping[str, Tensor]) -> None:
     """Never answer zeros for a parameter that the graph holds under another name."""
     reached = {id(p) for p in tape.leaves.values()}
     hidden = [name for name, p in params.items() if id(p) not in reached and hasattr(p, "_local_tensor")]
@@ -76,6 +78,15 @@ def _check_reached(tape: Tape, params: Mapping[str, Tensor]) -> None:
         raise UnsupportedError(
             f"sharded parameters {hidden} are not leaves of this graph, which holds {len(tape.others)} unsharded ones: "
             f"per-sample gradients of sharded models are not supported here"
+        )
+
+
+def _refuse_module_hooks(found: Plan) -> None:
+    """Nodes below an interaction are called by hand, and their hooks are not."""
+    if any(type(node).__name__ == "BackwardHookFunctionBackward" for node in [*found.map.batched, *found.frontier]):
+        raise UnsupportedError(
+            "a module has full backward hooks (register_full_backward_hook) at a place where cotangents are pulled "
+            "back by hand, which would pass over the hooks: remove them for this call"
         )
 
 
@@ -111,4 +122,4 @@ def _warn(message: str) -> None:
     warnings.warn(message, PerformanceWarning, stacklevel=level)
 
 
-_PACKAGE = str(Path(__file__).parent.parent)
+_PACKAGE = str(Path(__file__).parent.parent) + os.sep

@@ -62,9 +62,14 @@ def push_masked(
     return _loop(site, rows, batch, wanted)
 
 
+def loops(site: Site) -> bool:
+    """Will stacks go through this node one sample at a time, for want of anything better?"""
+    return (site.name not in VMAP and site.name != "WeightNormInterface") or is_opaque(site.node)
+
+
 def push_stacked(site: Site, stacks: Sequence[Tensor | None], batch: int, wanted: Sequence[int]) -> dict[int, Tensor]:
     """(B, *target) for every wanted output of a node whose cotangents are (B, *shape)."""
-    if site.name in VMAP and not is_opaque(site.node) and not in_checkpoint(site.node):
+    if not loops(site) and not in_checkpoint(site.node):
         return _vmapped(site, stacks, wanted)
     # Contiguous, because some backwards are wrong for cotangents of odd strides (BatchNorm at batch size 1).
     rows = ([None if s is None else s[i].contiguous() for s in stacks] for i in range(batch))

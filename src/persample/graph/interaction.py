@@ -13,8 +13,8 @@ from . import saved
 from .assign import Map
 from .flows.fibres import BATCH_NORMS, normalises_batch
 from .layout import Labels, Layout, sample_dims
-from .names import COMPUTES, WEIGHT_VIEWS
-from .site import Flow
+from .names import WEIGHT_VIEWS
+from .site import Flow, computes_with_data
 from .tape import Tape, is_leaf
 
 _BATCH_NORMS = frozenset(BATCH_NORMS.split())
@@ -48,7 +48,7 @@ def interactions(tape: Tape, map: Map) -> list[str]:
 def _meets(tape: Tape, map: Map, node: Node, partly: bool) -> bool:
     """Do several samples' cotangents meet at a batched node that computes with data?"""
     mixed = partly or any(map.cotangents.get((node, nr)) is Flow.MIXED for nr in range(len(tape.shapes(node))))
-    return (mixed and tape.reaches(node, tape.fed.__contains__)) or _holds_batch_data(map, node)
+    return (mixed and tape.reaches(node, tape.fed.__contains__)) or _holds_batch_data(tape, node, map.batch)
 
 
 def _batch_statistics(tape: Tape, map: Map) -> list[str]:
@@ -88,8 +88,8 @@ def _partly_separable(map: Map) -> set[Node]:
     }
 
 
-def _holds_batch_data(map: Map, node: Node) -> bool:
+def _holds_batch_data(tape: Tape, node: Node, batch: int) -> bool:
     """Does a batched node compute with a constant of B rows? It cannot be told from data of the batch."""
-    if map.sites[node].name not in COMPUTES or saved.in_checkpoint(node):
+    if not computes_with_data(tape, node) or saved.in_checkpoint(node):
         return False
-    return any(t.ndim > 1 and len(t) == map.batch and t.is_floating_point() for t in saved.constants(node))
+    return any(t.ndim > 1 and len(t) == batch for t in saved.constants(node))

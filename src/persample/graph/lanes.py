@@ -23,6 +23,11 @@ class Lanes:
         self._order: Tensor | None = None
 
     @classmethod
+    def labelled(cls, batch: int, rows: Tensor) -> Lanes:
+        """Row n belongs to sample rows[n]; -1 is nobody's."""
+        return cls(batch, 0, 0, rows)
+
+    @classmethod
     def of(cls, layout: Layout, shape: Shape, row_dims: int) -> Lanes | None:
         """The first ``row_dims`` dims as rows; None when the sample also depends on another dim."""
         if any(d >= row_dims for d in sample_dims(layout, shape)):
@@ -34,7 +39,7 @@ class Lanes:
             if count % (inner * layout.batch) == 0:
                 return cls(layout.batch, count // (inner * layout.batch), inner)
         index = labels(layout, shape).reshape(_row_sizes(layout, shape, row_dims))
-        return cls(layout.batch, 0, 0, index.expand(rows).reshape(-1))
+        return cls.labelled(layout.batch, index.expand(rows).reshape(-1))
 
     def group(self, t: Tensor) -> Tensor:
         """(N, ...) -> (B, T, ...), T rows for every sample; ragged samples are padded with zeros."""
@@ -122,7 +127,7 @@ def _sum_labelled(t: Tensor, layout: Layout, reduced: Sequence[int], varying: Se
     mark = labels(layout, shape)
     mark = torch.where(mark < 0, mark, mark * places + place)
     index = mark.permute([*varying, *rest]).reshape(-1)
-    summed = Lanes(layout.batch * places, 0, 0, index).sum(rows)
+    summed = Lanes.labelled(layout.batch * places, index).sum(rows)
     sizes = [shape[d] for d in staying] + [part.shape[d] for d in rest]
     order = [0, *[(staying + rest).index(d) + 1 for d in range(len(shape)) if d in staying or d in rest]]
     return summed.reshape(layout.batch, *sizes).permute(order).reshape(layout.batch, *target)

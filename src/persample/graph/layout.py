@@ -165,22 +165,13 @@ def simplify(index: Tensor, shape: Shape, batch: int) -> Layout:
         if n > 1 and bool((index == index.narrow(d, 0, 1)).all()):
             index = index.narrow(d, 0, 1)
     varying = [d for d, n in enumerate(index.shape) if n != 1]
-    if len(varying) == 1:
-        line = index.flatten()
-        changed = (line != line[0]).nonzero()
-        run = int(changed[0])
-        if len(line) % (run * batch) == 0:
-            pattern = torch.arange(len(line), device=line.device) // run % batch
-            if torch.equal(line, pattern):
-                return Block(batch, run * strides(shape)[varying[0]])
-    elif len(varying) > 1:
-        full = index.expand([n if d >= varying[0] and d <= varying[-1] else 1 for d, n in enumerate(shape)])
-        line = full.flatten()
+    if varying:
+        first, last = varying[0], varying[-1]
+        line = index.expand([n if first <= d <= last else 1 for d, n in enumerate(shape)]).flatten()
         run = int((line != line[0]).nonzero()[0])
-        if len(line) % (run * batch) == 0:
-            pattern = torch.arange(len(line), device=line.device) // run % batch
-            if torch.equal(line, pattern):
-                return Block(batch, run * strides(shape)[varying[-1]])
+        pattern = torch.arange(len(line), device=line.device) // run % batch
+        if len(line) % (run * batch) == 0 and torch.equal(line, pattern):
+            return Block(batch, run * strides(shape)[last])
     return Labels(batch, index)
 
 

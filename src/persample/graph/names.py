@@ -28,17 +28,9 @@ WEIGHT_VIEWS = frozenset(
     """.split()
 )
 
-# Ops that always have data beside their differentiable operand.
+# Ops whose result may have rows of the batch though no operand shows it: reads by index, and expansion to B rows.
 READS = frozenset(
     """
     Expand Embedding EmbeddingBag Index UnsafeIndex IndexSelect Gather Take MaskedSelect CopySlices
-    """.split()
-)
-
-# Ops that layers are made of: an operand of theirs that carries no gradient is data.
-COMPUTES = frozenset(
-    """
-    Mm Addmm Bmm Baddbmm Addbmm Mv Addmv Dot Trilinear Convolution MkldnnRnnLayer NativeLayerNorm NativeGroupNorm
-    NativeBatchNorm FusedRmsNorm ScaledDotProductFlashAttentionForCpu Cdist EuclideanDist
     """.split()
 )

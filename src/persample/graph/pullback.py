@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from ..factors import Dense, Factor, Outer, Rows, View
@@ -87,6 +88,27 @@ def _select(site: Site, factor: Factor, target: Shape) -> Factor | None:
     return View(factor, target, lambda stack: _padded(stack.unsqueeze(dim + 1), target, dim, slice(place, place + 1)))
 
 
+@lift("Flip")
+def _flip(site: Site, factor: Factor, target: Shape) -> Factor | None:
+    dims = [d + 1 for d in site.dims("dims", len(target))] if target else []
+    return View(factor, target, lambda stack: stack.flip(dims))
+
+
+@lift("Roll")
+def _roll(site: Site, factor: Factor, target: Shape) -> Factor | None:
+    back = [-n for n in site.numbers("shifts")]
+    dims = [saved % len(target) + 1 for saved in site.numbers("dims")] if target else []
+    if not dims:  # over all elements in a row
+        return View(factor, target, lambda stack: stack.flatten(1).roll(back[0], 1).reshape(stack.shape))
+    return View(factor, target, lambda stack: stack.roll(back, dims))
+
+
+@lift("ViewAsReal")
+def _complex(site: Site, factor: Factor, target: Shape) -> Factor | None:
+    dtype = site.metadata(0).dtype
+    return View(factor, target, lambda stack: torch.view_as_complex(stack.contiguous()), dtype)
+
+
 @lift("Embedding IndexSelect")
 def _table(site: Site, factor: Factor, target: Shape) -> Factor | None:
     """A table read once for all samples: positions, relative distances."""
@@ -126,4 +148,16 @@ def pull(site: Site, factors: Sequence[Factor | None], batch: int) -> dict[int, 
         if found is not None:
             return {0: found}
     stacks = [None if f is None else f.stack() for f in factors]
+    if site.name == "WeightNormInterface" and stacks[0] is not None and not any(s is not None for s in stacks[1:]):
+        return _weight_norm(site, stacks[0])
     return {k: Dense(v) for k, v in push_stacked(site, stacks, batch, wanted).items()}
+
+
+def _weight_norm(site: Site, dw: Tensor) -> dict[int, Factor]:
+    """w = g v / ‖v‖, norms over all dims but one: dg = Σ dw v / ‖v‖ and dv = g / ‖v‖ (dw - v dg / ‖v‖)."""
+    v, g, norm = site.tensor("v"), site.tensor("g"), site.tensor("result1")
+    others = [d + 1 for d in range(v.ndim) if d != site.number("dim") % v.ndim]
+    norm = norm.reshape([n if d + 1 not in others else 1 for d, n in enumerate(v.shape)])
+    dg = ((dw * v).sum(others, keepdim=True)) / norm
+    dv = g / norm * (dw - v * dg / norm)
+    return {0: Dense(dv), 1: Dense(dg.reshape(len(dw), *g.shape))}

@@ -1,4 +1,4 @@
-"""Reading what autograd nodes saved: the one module that knows PyTorch's private ``_saved_*`` names.
+"""Reading what autograd nodes saved: the one module that touches private attributes of PyTorch.
 
 Holds for torch 2.9 to 2.13; ``tests/graph/test_saved.py`` checks the names and behaviours used here.
 
@@ -72,7 +72,8 @@ def tensor(node: Node, name: str) -> Tensor | None:
 
 # Saved under these names are a forward op's operands; under others, its results and options.
 _OPERANDS = """
-self other input mat1 mat2 batch1 batch2 mat vec i1 i3 query key value tensor1 tensor2 x1 x2 src source index indices
+self other input mat1 mat2 batch1 batch2 mat vec i1 i3 query key value tensor1 tensor2 x1 x2 src
+source index indices mask
 """
 
 
@@ -160,10 +161,12 @@ def scratch_restored(node: Any) -> Iterator[None]:
     """
     tensors = [t for t in node.saved_tensors if isinstance(t, Tensor)]
     before = [t.detach().clone() for t in tensors]
-    with torch._functorch.config.patch(donated_buffer=False):
-        yield
-    for now, then in zip(tensors, before, strict=True):
-        now.data.copy_(then)
+    try:
+        with torch._functorch.config.patch(donated_buffer=False):
+            yield
+    finally:
+        for now, then in zip(tensors, before, strict=True):
+            now.data.copy_(then)
 
 
 class _Kept(dict[int, Any]):

@@ -102,10 +102,10 @@ class Site:
 
 def weights_only(tape: Tape, node: Node) -> bool:
     """Is everything from this node down computed from weights and numbers alone?"""
-    return not tape.reaches(node, lambda below: _computes_with_data(tape, below))
+    return not tape.reaches(node, lambda below: computes_with_data(tape, below))
 
 
-def _computes_with_data(tape: Tape, node: Node) -> bool:
+def computes_with_data(tape: Tape, node: Node) -> bool:
     """An operand without gradient is data, unless it may be a number or a mask that left a weight its shape."""
     if op_name(node) in READS:
         return True

@@ -1,4 +1,4 @@
-"""The autograd graph below ``losses``, as a flat list in the order in which backward visits it."""
+"""The autograd graph below ``losses``, as a flat list: every node after all that feed it cotangents."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..layout import Shape, carry, sample_dims
+from ..layout import Layout, Shape, carry, same, sample_dims
 from ..site import Fate, Flow, Site
 from .registry import Layouts, flow, keep, only
 
@@ -108,7 +108,8 @@ _MIXED_LAST = {name: n for n, names in _LAST.items() for name in names.split()}
 def images(site: Site, k: int, layouts: Layouts) -> Fate:
     """Whatever happens to an image, dim 0 counts the images."""
     shape, target = site.shapes[0], site.target(k)
-    batched = len(shape) == len(target) or site.name.startswith(("GridSampler", "Affine", "Cudnn"))
+    ranks = {"Im2Col": 3, "Col2Im": 4, "ChannelShuffle": len(target)}  # of a batch; otherwise it is one image
+    batched = len(shape) == ranks.get(site.name, len(shape))
     return keep(only(layouts), shape, target, leading(shape, 1)) if batched else Flow.PROBE
 
 
@@ -163,11 +164,12 @@ def fused_lstm(site: Site, k: int, layouts: Layouts) -> Fate:
     """Output (T, B, h), states (B, h); weights are outputs 1 to 4 and shared."""
     if 1 <= k <= 4:
         return Flow.SHARED
-    fates = []
-    target = site.target(k)
+    found: Layout | None = None
     for shape, layout in zip(site.shapes, layouts, strict=True):
         if layout is not None:
-            batch_dim = len(shape) - 2
-            to_dims = [len(target) - 2 if d == batch_dim else None for d in range(len(shape))]
-            fates.append(carry(layout, shape, target, to_dims))
-    return fates[0] if fates and fates[0] is not None and all(f == fates[0] for f in fates) else Flow.PROBE
+            to_dims = [len(site.target(k)) - 2 if d == len(shape) - 2 else None for d in range(len(shape))]
+            moved = carry(layout, shape, site.target(k), to_dims)
+            if moved is None or (found is not None and not same(found, moved)):
+                return Flow.PROBE
+            found = moved
+    return found

@@ -38,7 +38,7 @@ def scatter_labels(
 def index(site: Site, k: int, layouts: Layouts) -> Fate:
     """``x[:, i, j]`` and its like."""
     layout, shape, target = only(layouts), site.shapes[0], site.target(k)
-    indices = [i if i is not None and i.numel() >= 0 else None for i in site.value("indices")]
+    indices = list(site.value("indices"))
     indexed = [d for d, i in enumerate(indices) if i is not None]
     tensors = [i for i in indices if i is not None]
     if not indexed or any(i.dtype in (torch.bool, torch.uint8) for i in tensors):

@@ -13,17 +13,7 @@ from .registry import Layouts, flow, keep, only
 
 # Ops that read part of a tensor: what they did not read is nobody's, even when all they read is one sample's.
 SECTIONS = frozenset(
-    [
-        "Slice",
-        "Select",
-        "Split",
-        "UnsafeSplit",
-        "SplitWithSizes",
-        "UnsafeSplitWithSizes",
-        "Unbind",
-        "Index",
-        "IndexSelect",
-    ]
+    "Slice Select Split UnsafeSplit SplitWithSizes UnsafeSplitWithSizes Unbind Index UnsafeIndex IndexSelect".split()
 )
 
 
@@ -67,9 +57,9 @@ def reduction(site: Site, k: int, layouts: Layouts) -> Fate:
     live = [(shape, layout) for shape, layout in zip(site.shapes, layouts, strict=True) if layout is not None]
     target = site.target(k)
     fates = [_unreduce(site, layout, shape, target) for shape, layout in live]
-    if any(fate is None for fate in fates):
-        return Flow.PROBE
-    return fates[0] if all(fate == fates[0] for fate in fates) else Flow.PROBE
+    first = fates[0]
+    alike = all(first is not None and fate is not None and same(first, fate) for fate in fates)
+    return first if alike else Flow.PROBE
 
 
 def _unreduce(site: Site, layout: Layout, shape: Shape, target: Shape) -> Layout | None:
@@ -172,11 +162,11 @@ def concatenated(site: Site, k: int, layouts: Layouts) -> Fate:
         return found
     if any(slot is None for slot in site.edges[: k + 1]):
         return Flow.PROBE
-    start = sum(site.target(j)[dim] for j in range(k))
+    start = sum(site.target(j)[dim] for j in range(k) if site.target(j) != (0,))
     return simplify(labels(layout, shape).narrow(dim, start, site.target(k)[dim]), site.target(k), layout.batch)
 
 
-@flow("Repeat Flip Roll ConstantPadNd Unfold Diagonal DiagEmbed Trace Rot90")
+@flow("Repeat Flip Roll ConstantPadNd Unfold")
 def rearranged(site: Site, k: int, layouts: Layouts) -> Fate:
     """One or more dims are rearranged or resized; the others are left alone."""
     layout, shape, target = only(layouts), site.shapes[0], site.target(k)

@@ -5,16 +5,16 @@ tensor it belongs to, or None when it has no fast form for this layout (the exac
 """
 
 from . import broadcast, convolutions, norms, products, recurrent, tables
-from .broadcast import opaque
+from .broadcast import by_probe
 from .registry import RULES, Use, rule
 
 __all__ = [
     "RULES",
     "Use",
     "broadcast",
+    "by_probe",
     "convolutions",
     "norms",
-    "opaque",
     "products",
     "recurrent",
     "rule",

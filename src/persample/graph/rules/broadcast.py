@@ -46,7 +46,7 @@ def _operand_gradient(use: Use) -> Tensor | None:
     return call(site.node, use.cotangents, site.edges)[k]
 
 
-def opaque(use: Use) -> Factor | None:
+def by_probe(use: Use) -> Factor | None:
     """A linear node without a rule, its output not yet summed over broadcast dims: ask whose its elements are."""
     site, k = use.site, use.k
     value = call(site.node, use.cotangents, site.edges)[k]

@@ -109,7 +109,7 @@ def _by_product(layout: Layout, *tensors: Tensor) -> tuple[Tensor, ...] | None:
         return None
     mark = mark.squeeze(2).expand(n, shape[1])  # routed experts: every product has its own rows
     product = torch.arange(n, device="cpu").unsqueeze(1)
-    lanes = Lanes(layout.batch * n, 0, 0, torch.where(mark < 0, mark, mark * n + product).reshape(-1))
+    lanes = Lanes.labelled(layout.batch * n, torch.where(mark < 0, mark, mark * n + product).reshape(-1))
     return tuple(lanes.group(t.flatten(0, 1)).unflatten(0, (layout.batch, n)) for t in tensors)
 
 
@@ -127,7 +127,7 @@ def grouped_mm(use: Use) -> Factor | None:
     group = torch.bucketize(torch.arange(len(g), device="cpu"), ends.to("cpu", torch.int64), right=True)
     mark = mark.squeeze(1).expand(len(g))
     mark = torch.where((mark < 0) | (group >= groups), -1, mark * groups + group.clamp(max=groups - 1))
-    lanes = Lanes(use.batch * groups, 0, 0, mark)
+    lanes = Lanes.labelled(use.batch * groups, mark)
     x, dy = (lanes.group(t).unflatten(0, (use.batch, groups)) for t in (site.tensor("self"), g))
     return Outer(x, dy)
 

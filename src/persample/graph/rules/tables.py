@@ -109,7 +109,7 @@ def embedding_bag(use: Use) -> Factor | None:
         sizes = torch.zeros(len(g), dtype=g.dtype, device=g.device).index_add_(0, bag, live.to(g.dtype))
         values = values / sizes.clamp(min=1).index_select(0, bag).unsqueeze(1)
     sample = labels(use.layout, tuple(g.shape)).reshape(-1).expand(len(g)).index_select(0, bag.to("cpu"))
-    return _rows(use, Lanes(use.batch, 0, 0, sample), ids.masked_fill(~live, -1), values, 1)
+    return _rows(use, Lanes.labelled(use.batch, sample), ids.masked_fill(~live, -1), values, 1)
 
 
 def _bag_maxima(use: Use, lanes: Lanes) -> Factor:
