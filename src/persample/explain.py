@@ -39,7 +39,8 @@ def explain(losses: Tensor, params: Params) -> Explanation:
     bias       AddmmBackward0              dim 0 of (5, 2)  rule: Dense
 
     Args:
-        losses: one loss per sample, of shape (B,), with its graph, which is kept.
+        losses: one loss per sample, of shape (B,), with its graph. One backward is run, slow paths included; the graph
+            is kept.
         params: as for ``persample.grad``; a parameter of a module is named by its module path.
 
     Returns:

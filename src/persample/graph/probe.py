@@ -6,7 +6,8 @@ meet in it. Sixteen samples are told apart in one extra run, 256 in two, 16**n i
 
 C++ nodes are linear in their cotangents, so they can be asked alone, with random cotangents. Custom
 ``autograd.Function``s and compiled regions need not be linear: they are asked by a real backward from the losses.
-Elements that are zero or not finite prove nothing.
+Elements that are zero or not finite prove nothing. Nor is a contribution seen that rounds away beside another sample's,
+or a custom backward that is linear for cotangents as large as these and not for smaller ones.
 """
 
 from __future__ import annotations
