@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..factors import Dense, Factor, Masked, combine
 from . import saved
-from .fallback import loops, push_masked
+from .fallback import push_masked
 from .invoke import call, is_opaque, sum_to
 from .layout import Layout, labels
 from .plan import Plan
@@ -215,11 +215,10 @@ class Capture:
             factors = [self._take((node, nr)) for nr in range(len(site.shapes))]
             if any(f is not None for f in factors):
                 with torch.no_grad():
-                    found = pull(site, factors, self.map.batch)
-                if loops(site) and any(isinstance(factor, Dense) for factor in found.values()):
-                    for k in found:
-                        self._note(site, k)
-                        self.record.append((site, k, f"fallback: {self.map.batch} calls of the node"))
+                    found, slow = pull(site, factors, self.map.batch)
+                for k in found if slow else ():
+                    self._note(site, k)
+                    self.record.append((site, k, f"fallback: {self.map.batch} calls of the node"))
                 for k, factor in found.items():
                     slot = site.edges[k]
                     assert slot is not None

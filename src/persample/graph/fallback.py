@@ -64,7 +64,7 @@ def push_masked(
 
 def loops(site: Site) -> bool:
     """Will stacks go through this node one sample at a time, for want of anything better?"""
-    return (site.name not in VMAP and site.name != "WeightNormInterface") or is_opaque(site.node)
+    return site.name not in VMAP or is_opaque(site.node)
 
 
 def push_stacked(site: Site, stacks: Sequence[Tensor | None], batch: int, wanted: Sequence[int]) -> dict[int, Tensor]:

@@ -159,8 +159,8 @@ def _fate(one: Tensor, index: Tensor, shape: Shape, batch: int, mixed: bool) -> 
     known = (finite & (one != 0)).to("cpu")
     if mixed or bool((index[known] >= batch).any()):
         return Flow.MIXED
-    if not bool(known.any()):
-        return None
+    if not bool(known.any()):  # zeros carry nothing; NaN may be anybody's
+        return None if bool(finite.all()) else Flow.SHARED
     index = index.masked_fill(~known, NOBODY)
     if index.shape != shape:  # the engine would sum a broadcast output to its target's shape
         return _summed(index, shape, batch)

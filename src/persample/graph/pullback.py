@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..factors import Dense, Factor, Outer, Rows, View
-from .fallback import push_stacked
+from .fallback import loops, push_stacked
 from .flows.shapes import slice_of
 from .layout import Shape
 from .registry import registrar
@@ -139,18 +139,18 @@ def lifted(site: Site, factor: Factor) -> Factor | None:
     return None if lift is None or len(site.shapes) != 1 else lift(site, factor, site.target(0))
 
 
-def pull(site: Site, factors: Sequence[Factor | None], batch: int) -> dict[int, Factor]:
-    """The factors of a node's inputs from those of its outputs."""
+def pull(site: Site, factors: Sequence[Factor | None], batch: int) -> tuple[dict[int, Factor], bool]:
+    """The factors of a node's inputs from those of its outputs, and whether samples went through one at a time."""
     wanted = [k for k, _ in site.outputs]
     first = factors[0]
     if first is not None and wanted == [0]:
         found = lifted(site, first)
         if found is not None:
-            return {0: found}
+            return {0: found}, False
     stacks = [None if f is None else f.stack() for f in factors]
-    if site.name == "WeightNormInterface" and stacks[0] is not None and not any(s is not None for s in stacks[1:]):
-        return _weight_norm(site, stacks[0])
-    return {k: Dense(v) for k, v in push_stacked(site, stacks, batch, wanted).items()}
+    if site.name == "WeightNormInterface" and stacks[0] is not None and len(stacks) == 1:
+        return _weight_norm(site, stacks[0]), False
+    return {k: Dense(v) for k, v in push_stacked(site, stacks, batch, wanted).items()}, loops(site)
 
 
 def _weight_norm(site: Site, dw: Tensor) -> dict[int, Factor]:
