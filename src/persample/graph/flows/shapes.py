@@ -156,6 +156,8 @@ def stacked(site: Site, k: int, layouts: Layouts) -> Fate:
 def concatenated(site: Site, k: int, layouts: Layouts) -> Fate:
     """Operand k is a section of one dim; which one is known by sizes when all operands are."""
     layout, shape = only(layouts), site.shapes[0]
+    if site.target(k) == (0,):  # an empty operand may have any rank
+        return None
     dim = site.number("dim") % len(shape)
     found = carry(layout, shape, site.target(k), [None if d == dim else d for d in range(len(shape))])
     if found is not None:

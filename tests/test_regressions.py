@@ -1,0 +1,124 @@
+"""Answers that were once wrong, or silent where they should have spoken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import persample as ps
+from persample.graph.plan import plan
+from persample.testing import check
+from tests.reference import assert_same, definition
+
+X = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def parameter(*shape: int) -> Tensor:
+    return torch.ones(shape, dtype=torch.float64).mul_(0.5).requires_grad_()
+
+
+class Penalty(torch.autograd.Function):
+    """Adds to the gradient whatever the cotangent is: not linear, and not zero at zero."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] + 0.1 * ctx.saved_tensors[0].sign()
+
+
+class Straight(torch.autograd.Function):
+    """A custom op on weights alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
+
+
+@pytest.mark.filterwarnings("ignore::persample.PerformanceWarning")
+def test_a_custom_backward_that_adds_a_penalty_in_a_loop_over_samples() -> None:
+    w = parameter(3)
+    losses = torch.stack([Penalty.apply(row * w).sum() for row in X])
+    assert_same(ps.grad(losses, [w], retain_graph=True), definition(losses, [w]))
+
+
+INTERACTING = {
+    "sum": lambda w: (X * w).sum() * X.sum(1),
+    "max": lambda w: (X * w).max() * X.sum(1),
+    "masked": lambda w: torch.masked_select(X * w, X > 0).sum() * X.sum(1),
+}
+
+
+@pytest.mark.parametrize("name", INTERACTING)
+def test_one_number_from_the_whole_batch_is_an_interaction(name: str) -> None:
+    w = parameter(3)
+    with pytest.raises(ps.InteractionError, match="samples interact"):
+        ps.grad(INTERACTING[name](w), [w], independent=True)
+
+
+def test_a_slow_op_on_weights_alone_says_so() -> None:
+    w = parameter(3, 2)
+    with pytest.warns(ps.PerformanceWarning, match="Straight"):
+        ps.grad((X @ Straight.apply(w)).square().sum(1), [w])
+
+
+def test_an_empty_operand_of_a_concatenation() -> None:
+    v, empty = parameter(1), nn.Parameter(torch.empty(0, dtype=torch.float64))
+    losses = torch.cat([empty, v * X[:2], v * X[2:]], 0).square().sum(1)
+    assert_same(ps.grad(losses, [v, empty], retain_graph=True), definition(losses, [v, empty]))
+
+
+def test_weight_norm_needs_no_loop(recwarn: pytest.WarningsRecorder) -> None:
+    net = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2, dtype=torch.float64), dim=1)
+    losses = net(X).square().sum(1)
+    assert_same(ps.grad(losses, net, retain_graph=True), definition(losses, net))
+    assert not recwarn.list
+
+
+def test_unfolded_images_are_not_probed() -> None:
+    w = parameter(1, 1, 4, 4)
+    image = torch.ones(3, 2, 4, 4, dtype=torch.float64)
+    found = plan(F.unfold(image * w, 2).square().sum((1, 2)), [w])
+    assert not found.map.probed
+
+
+def test_module_hooks_below_an_interaction_are_refused() -> None:
+    net = nn.Linear(3, 3, dtype=torch.float64)
+    handle = net.register_full_backward_hook(lambda module, given, got: None)
+    h = net(X * parameter(3))
+    with pytest.raises(ps.UnsupportedError, match="register_full_backward_hook"):
+        ps.grad((h - h.mean(0)).square().sum(1), net)
+    handle.remove()
+
+
+def test_check_sees_one_wrong_row_beside_a_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    w = parameter(3)
+    scale = torch.tensor([1e9, 1.0, 1.0, 1.0], dtype=torch.float64)
+
+    def wrong(losses: Tensor, params: Any) -> tuple[Tensor, ...]:
+        right = definition(losses, params)["0"].clone()
+        right[2] *= 1.001
+        return (right,)
+
+    monkeypatch.setattr("persample.testing.grad", wrong)
+    assert not check(lambda: (X * w).square().sum(1) * scale, [w]).ok
+
+
+def test_explain_and_grad_agree_on_a_hidden_region_of_one_sample() -> None:
+    net = nn.Linear(3, 2)
+    x = torch.randn(1, 3, requires_grad=True)
+    losses = torch.utils.checkpoint.checkpoint(net, x, use_reentrant=True).square().sum(1)
+    assert all(row.handling.startswith("refused") for row in ps.explain(losses, net).rows)
+    with pytest.raises(ps.UnsupportedError, match="use_reentrant"):
+        ps.grad(losses, net)
