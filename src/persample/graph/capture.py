@@ -43,6 +43,7 @@ class Capture:
         self.pending = dict.fromkeys(plan.frontier)  # frontier nodes whose cotangents have not come yet
         self.terminal = {node for node, _ in plan.requested if not is_leaf(node)}
         self.slow: dict[tuple[str, str], str] = {}  # op and parameter -> what to warn of
+        self.slow_below: dict[tuple[str, str], str] = {}  # the same, for batched nodes
         self.record: list[tuple[Site, int, str]] = []  # which use was handled how
 
     def run(self, retain_graph: bool) -> None:
@@ -115,7 +116,7 @@ class Capture:
         slow = [k for k in outputs if k not in found]
         if slow:
             for k in slow:
-                self._note(site, k)
+                self._note(site, k, self.slow)
                 self.record.append((site, k, f"fallback: {self.map.batch} calls of the node"))
             for k, value in push_masked(site, cotangents, layouts, self.map.batch, slow).items():
                 found[k] = Dense(value)
@@ -138,12 +139,12 @@ class Capture:
             return None
         return _masked(sum_to(value, use.target, use.site.metadata(use.k).dtype), flow)
 
-    def _note(self, site: Site, k: int) -> None:
+    def _note(self, site: Site, k: int, notes: dict[tuple[str, str], str]) -> None:
         """Remember to say that this op was slow, once per parameter."""
         slot = site.edges[k]
         assert slot is not None
         for name, _ in self.parameters_below(slot[0]):
-            self.slow.setdefault(
+            notes.setdefault(
                 (site.name, name),
                 f"persample has no fast rule for {site.name} on its way to parameter {name!r} "
                 f"(cotangents of shape {[tuple(s) for s in site.shapes]}, output {k}): the answer is exact, but "
@@ -217,7 +218,7 @@ class Capture:
                 with torch.no_grad():
                     found, slow = pull(site, factors, self.map.batch)
                 for k in found if slow else ():
-                    self._note(site, k)
+                    self._note(site, k, self.slow_below)
                     self.record.append((site, k, f"fallback: {self.map.batch} calls of the node"))
                 for k, factor in found.items():
                     slot = site.edges[k]

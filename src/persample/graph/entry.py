@@ -48,7 +48,9 @@ def _several(losses: Tensor, params: Mapping[str, Tensor], sink: Sink, retain_gr
         _refuse_unseen(found.tape)
     running = Capture(found, losses, params, sink)
     running.run(retain_graph)
-    for message in running.slow.values():
+    # Where samples interact, it has been said that everything below is slow.
+    notes = running.slow if meeting else {**running.slow, **running.slow_below}
+    for message in notes.values():
         _warn(message)
 
 

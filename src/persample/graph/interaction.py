@@ -7,15 +7,17 @@ through detached values, or through gates that are zero today.
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
 from torch.autograd.graph import Node
 
 from . import saved
 from .assign import Map
 from .flows.fibres import BATCH_NORMS, normalises_batch
 from .layout import Labels, Layout, sample_dims
-from .names import WEIGHT_VIEWS
+from .names import READS, WEIGHT_VIEWS
 from .site import Flow, computes_with_data
-from .tape import Tape, is_leaf
+from .tape import Tape, is_leaf, op_name
 
 _BATCH_NORMS = frozenset(BATCH_NORMS.split())
 
@@ -48,7 +50,9 @@ def interactions(tape: Tape, map: Map) -> list[str]:
 def _meets(tape: Tape, map: Map, node: Node, partly: bool) -> bool:
     """Do several samples' cotangents meet at a batched node that computes with data?"""
     mixed = partly or any(map.cotangents.get((node, nr)) is Flow.MIXED for nr in range(len(tape.shapes(node))))
-    return (mixed and tape.reaches(node, tape.fed.__contains__)) or _holds_batch_data(tape, node, map.batch)
+    return (mixed and tape.reaches(node, lambda n: n in tape.fed or op_name(n) in READS)) or _holds_batch_data(
+        tape, node, map.batch
+    )
 
 
 def _batch_statistics(tape: Tape, map: Map) -> list[str]:
@@ -92,4 +96,9 @@ def _holds_batch_data(tape: Tape, node: Node, batch: int) -> bool:
     """Does a batched node compute with a constant of B rows? It cannot be told from data of the batch."""
     if not computes_with_data(tape, node) or saved.in_checkpoint(node):
         return False
-    return any(t.ndim > 1 and len(t) == batch for t in saved.constants(node))
+    return any(t.ndim > 1 and len(t) == batch and _is_data(t) for t in saved.constants(node))
+
+
+def _is_data(t: Tensor) -> bool:
+    """Numbers or masks; integers are as often places in a table that all samples read (relative positions)."""
+    return t.is_floating_point() or t.is_complex() or t.dtype == torch.bool
