@@ -1,6 +1,7 @@
 """Reading what autograd nodes saved: the one module that touches private attributes of PyTorch.
 
-Holds for torch 2.9 to 2.13; ``tests/graph/test_saved.py`` checks the names and behaviours used here.
+Holds for torch 2.9 to 2.13 (checkpoints can be seen from 2.10 on); ``tests/graph/test_saved.py`` checks the names and
+behaviours used here.
 
 Non-reentrant checkpointing lets every saved tensor be unpacked once per backward, and recomputes a region once per
 backward that unpacks anything of it. A read during the backward would use up the node's own turn; `unpacked_often`
