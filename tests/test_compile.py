@@ -166,3 +166,25 @@ def test_scratch_memory_is_really_in_play() -> None:
     losses = compiled.losses()
     with pytest.raises(RuntimeError, match="donated buffers"):
         losses.sum().backward(retain_graph=True)
+
+
+class Square(torch.autograd.Function):
+    """A custom op, whose samples are found by real backwards."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return 2 * grads[0] * ctx.saved_tensors[0]
+
+
+def test_a_region_that_runs_once_beside_a_custom_function_is_refused() -> None:
+    compiled = Compiled("aot_eager")
+    compiled.train(1)
+    first = nn.Linear(3, 3).double()
+    losses = compiled.run(Square.apply(first(compiled.x))).square().sum(1)
+    with pytest.raises(ps.UnsupportedError, match="donated_buffer = False"):
+        ps.grad(losses, first)

@@ -94,6 +94,12 @@ def boundary(losses: Tensor) -> Iterator[None]:
                 f"the graph of losses {tuple(losses.shape)} was freed by an earlier backward: compute the losses "
                 f"again, or pass retain_graph=True to every call but the last. PyTorch says: {error}"
             ) from error
+        if "donated" in str(error):
+            raise UnsupportedError(
+                "a compiled region was compiled for one backward only, and more are needed here (retain_graph=True, or a "
+                "custom Function beside it): use the model without torch.compile, or set "
+                "torch._functorch.config.donated_buffer = False before its first backward"
+            ) from error
         if isinstance(error, CheckpointError) and not SEES_CHECKPOINTS:
             raise UnsupportedError(
                 "non-reentrant checkpointing needs torch 2.10 or later here, and this torch is older: "
