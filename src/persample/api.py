@@ -96,8 +96,8 @@ def boundary(losses: Tensor) -> Iterator[None]:
             ) from error
         if "donated" in str(error):
             raise UnsupportedError(
-                "a compiled region was compiled for one backward only, and more are needed here (retain_graph=True, or a "
-                "custom Function beside it): use the model without torch.compile, or set "
+                "a compiled region was compiled for one backward only, and more are needed here (retain_graph=True, or "
+                "a custom Function beside it): use the model without torch.compile, or set "
                 "torch._functorch.config.donated_buffer = False before its first backward"
             ) from error
         if isinstance(error, CheckpointError) and not SEES_CHECKPOINTS:
