@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,7 +83,8 @@ def tiny_config(cls: Any, changes: Mapping[str, Any]) -> Any:
             values[name] = tiny_config(sub, inner).to_dict()
         elif inner:
             values[name] = tiny_config(CONFIG_MAPPING[inner.pop("model_type")], inner).to_dict()
-    return cls(**values | {name: v for name, v in changes.items() if name not in cls.sub_configs})
+    own = {name: v for name, v in changes.items() if name not in cls.sub_configs}
+    return cls(**deepcopy(values | own))  # configs write into the dicts they are given
 
 
 def _fit(value: Any, default: Any) -> Any:
