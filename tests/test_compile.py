@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import persample as ps
+from tests.case_library.functions import Square
 from tests.reference import assert_same, definition
 
 # Compiled regions have no fast rule, and compiling says what it likes.
@@ -166,19 +167,6 @@ def test_scratch_memory_is_really_in_play() -> None:
     losses = compiled.losses()
     with pytest.raises(RuntimeError, match="donated buffers"):
         losses.sum().backward(retain_graph=True)
-
-
-class Square(torch.autograd.Function):
-    """A custom op, whose samples are found by real backwards."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return 2 * grads[0] * ctx.saved_tensors[0]
 
 
 def test_a_region_that_runs_once_beside_a_custom_function_is_refused() -> None:
