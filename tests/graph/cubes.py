@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from tests.reference import definition
 
 N = 4
 GENERATOR = torch.Generator().manual_seed(0)
@@ -27,6 +30,20 @@ MASK = data(N, N, N) > 0
 MATRIX, CUBE, KERNEL, SPD = data(N, N), data(N, N, N), data(N, N, 3), torch.eye(N, dtype=torch.float64) * 3
 COMPLEX = torch.complex(CUBE, data(N, N, N))
 Op = Callable[[Tensor], Tensor]
+
+
+def on_no_rows(state: Tensor, op: Op, params: list[Tensor]) -> tuple[Tensor, list[Tensor]] | None:
+    """An expert without tokens: losses to which ``op`` adds what it makes of no rows. None where PyTorch cannot."""
+    nobody = torch.tensor([], dtype=torch.int64)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            result = op(state[nobody])
+        losses = state.sum((1, 2)) + state.new_zeros(N).index_add(0, nobody, result.flatten())
+        definition(losses, params)
+    except (IndexError, RuntimeError, ValueError):
+        return None
+    return losses, params
 
 
 def regular(h: Tensor) -> Tensor:

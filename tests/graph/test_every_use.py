@@ -13,6 +13,7 @@ from torch import Tensor
 import persample as ps
 from persample.graph.plan import plan
 from tests.graph.claims import refuted_cotangents
+from tests.graph.cubes import on_no_rows
 from tests.reference import assert_same, definition
 
 N = 4
@@ -210,14 +211,8 @@ def without_rows(name: str) -> tuple[Tensor, list[Tensor]] | None:
     _GENERATOR.manual_seed(1)
     shapes, use = USES[name]
     params = [data(*shape).requires_grad_() for shape in (*shapes, (N, N))]
-    state, nobody = (data(N, N, N) * params[-1]).tanh(), torch.tensor([], dtype=torch.int64)
-    try:
-        result = use(state[nobody], *params[:-1])
-        losses = state.sum((1, 2)) + state.new_zeros(N).index_add(0, nobody, result.flatten())
-        definition(losses, params)
-    except (IndexError, RuntimeError, ValueError):
-        return None
-    return losses, params
+    state = (data(N, N, N) * params[-1]).tanh()
+    return on_no_rows(state, lambda rows: use(rows, *params[:-1]), params)
 
 
 @pytest.mark.parametrize("name", [name for name in USES if without_rows(name)])

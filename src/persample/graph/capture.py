@@ -2,7 +2,8 @@
 
 The engine runs once. Cotangents at the frontier are taken as they arrive, each is turned into a factor, and factors
 are pulled back to the parameters. A parameter's factor is handed over as soon as its last use has been seen, so that
-it need not outlive the backward. The engine never reaches beyond the frontier: no summed weight gradient is computed.
+it need not outlive the backward. The engine never reaches beyond the frontier, so it is not asked for summed weight
+gradients; only fused LSTM nodes, which compute all or nothing, still make them on the way to a layer below.
 """
 
 from __future__ import annotations
