@@ -9,5 +9,6 @@ from .convolution import Convolution
 from .dense import Dense, Masked
 from .outer import Outer
 from .rows import Rows
+from .workspace import Workspace
 
-__all__ = ["Convolution", "Dense", "Factor", "Masked", "Outer", "Rows", "Sum", "View", "combine"]
+__all__ = ["Convolution", "Dense", "Factor", "Masked", "Outer", "Rows", "Sum", "View", "Workspace", "combine"]

@@ -1,19 +1,31 @@
-"""What every factor answers."""
+"""What every factor answers.
+
+A factor need only know how to write its gradients out (`stack`) and how to leave samples away (`__getitem__`):
+everything else has an answer here that writes out a few samples at a time. A factor with a shorter way overrides it.
+Inner products are real: a complex gradient counts as the vector of its real and imaginary parts.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from math import prod
 
 import torch
 from torch import Tensor
 
+from ..kernels.norms import row_norms, wide, widest
+from .workspace import Workspace
+
 Shape = tuple[int, ...]
+Samples = slice | Tensor  # a range, or the indices of some samples
 
 
 class Factor(ABC):
     """The gradients of B samples with respect to one tensor of a given ``shape``."""
 
-    __slots__ = ()
+    __slots__ = ("_norms",)
+    _norms: Tensor
 
     @property
     @abstractmethod
@@ -30,15 +42,120 @@ class Factor(ABC):
     def dtype(self) -> torch.dtype:
         """The dtype of the gradients."""
 
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where they are."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """How much memory the factor keeps alive."""
+
     @abstractmethod
     def stack(self, out: Tensor | None = None) -> Tensor:
         """(B, *shape): every gradient, written into ``out`` if it is given."""
+
+    @abstractmethod
+    def __getitem__(self, samples: Samples) -> Factor:
+        """The same for some of the samples."""
 
     def add_to(self, out: Tensor) -> None:
         """out += stack()."""
         out += self.stack()
 
+    @property
+    def numel(self) -> int:
+        """Elements of one sample's gradient."""
+        return prod(self.shape)
+
+    @property
+    def stack_bytes(self) -> int:
+        """The size of `stack()`."""
+        return self.batch * self.numel * self.dtype.itemsize
+
+    def prefers_stack(self, reused: bool) -> bool:
+        """Is writing the gradients out the fastest way to their norms, or to norms and sums if it is ``reused``?"""
+        return True
+
+    def stacks(self, space: Workspace) -> Iterator[tuple[slice, Tensor]]:
+        """The gradients of a few samples at a time: read them before the next are asked for."""
+        for some in space.chunks(self.batch, self.numel * self.dtype.itemsize):
+            buffer = space.take((some.stop - some.start, *self.shape), self.dtype, self.device)
+            part = self if some.stop - some.start == self.batch else self[some]
+            yield some, part.stack(buffer)
+
+    def norms(self, space: Workspace | None = None) -> Tensor:
+        """(B,): the norm of every gradient, in float64 (computed once)."""
+        if not hasattr(self, "_norms"):
+            self._norms = self._compute_norms(space or Workspace())
+        return self._norms
+
+    def _compute_norms(self, space: Workspace) -> Tensor:
+        found = [row_norms(part) for _, part in self.stacks(space)]
+        return torch.cat(found) if found else torch.zeros(0, dtype=widest(self.device), device=self.device)
+
+    def checked(self, norms: Tensor, holds: Tensor, space: Workspace) -> Tensor:
+        """Norms that were found in a shorter way, those that do not hold computed from the gradients themselves."""
+        if not bool(holds.all()):
+            doubtful = (~holds).nonzero().squeeze(1)
+            norms[doubtful] = Factor._compute_norms(self[doubtful], space)
+        return norms
+
+    def weighted_sum(self, weights: Tensor, space: Workspace | None = None) -> Tensor:
+        """(*shape): Σ_b weights[b] · gradient[b], in float32 or wider."""
+        total = torch.zeros(self.shape, dtype=wide(self.dtype), device=self.device)
+        into = real_rows(total.unsqueeze(0))
+        for some, part in self.stacks(space or Workspace()):
+            rows = real_rows(part)
+            into.addmm_(weights[some].to(rows.dtype).unsqueeze(0), rows)
+        return total
+
+    def sum_squares(self, center: Tensor | None = None, space: Workspace | None = None) -> Tensor:
+        """(*shape): Σ_b |gradient[b] - center|², in float32 or wider."""
+        total = torch.zeros(self.shape, dtype=wide(self.dtype).to_real(), device=self.device)
+        for _, part in self.stacks(space or Workspace()):
+            rows = part.to(wide(self.dtype))
+            if center is not None:
+                rows = rows - center.to(rows.dtype)
+            total += (rows.abs() if rows.is_complex() else rows).square().sum(0)
+        return total
+
+    def dot(self, directions: Tensor, space: Workspace | None = None) -> Tensor:
+        """(B, k): the inner product of every gradient with each of ``directions`` (k, *shape)."""
+        against = real_rows(directions.to(wide(self.dtype))).t()
+        found = [real_rows(part) @ against for _, part in self.stacks(space or Workspace())]
+        return torch.cat(found) if found else against.new_zeros(0, len(directions))
+
+    def gram(self, other: Factor, space: Workspace | None = None) -> Tensor:
+        """(B, B'): the inner product of every gradient with each of another factor's."""
+        space = space or Workspace()
+        dtype = wide(self.dtype).to_real()
+        found = torch.empty(self.batch, other.batch, dtype=dtype, device=self.device)
+        for mine, part in self.stacks(space):
+            rows = real_rows(part)
+            for theirs, against in other.stacks(space.second()):
+                torch.mm(rows, real_rows(against).to(dtype).t(), out=found[mine, theirs])
+        return found
+
+    def compress(self, left: Tensor, right: Tensor, space: Workspace | None = None) -> Tensor:
+        """(B, k, l): leftᵀ · gradient · right for left (n, k) and right (m, l), gradients seen as n x m matrices."""
+        n, m = len(left), len(right)
+        left, right = (t.to(wide(self.dtype).to_real()) for t in (left, right))
+        found = [
+            torch.matmul(left.t(), real_rows(part).view(len(part), n, m) @ right)
+            for _, part in self.stacks(space or Workspace())
+        ]
+        return torch.cat(found) if found else left.new_zeros(0, left.shape[1], right.shape[1])
+
 
 def deliver(value: Tensor, out: Tensor | None) -> Tensor:
     """Return ``value``, through the buffer ``out`` if there is one."""
     return value if out is None else out.copy_(value)
+
+
+def real_rows(stack: Tensor) -> Tensor:
+    """(B, ...) as a matrix of B rows of real numbers, float32 or wider."""
+    if stack.is_complex():
+        stack = torch.view_as_real(stack.resolve_conj())
+    return stack.to(wide(stack.dtype)).reshape(len(stack), prod(stack.shape[1:]))

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from .base import Factor, Shape, deliver
-from .outer import Outer, concatenate
+from ..kernels.norms import wide
+from .base import Factor, Samples, Shape, deliver
+from .dense import Dense
+from .moves import Cast, Move
+from .outer import Outer
+from .rows import Rows
+from .tied import tied, tied_norms
+from .workspace import Workspace
 
 
 class View(Factor):
-    """Another factor's gradients, each rearranged, cast or set into zeros by ``apply``: (B, *base) -> (B, *shape)."""
+    """Another factor's gradients, each rearranged, cast or set into zeros by a move."""
 
-    __slots__ = ("_dtype", "_shape", "apply", "base")
+    __slots__ = ("_dtype", "_shape", "base", "move")
 
-    def __init__(self, base: Factor, shape: Shape, apply: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None):
-        self.base, self._shape, self.apply = base, shape, apply
-        self._dtype = dtype or base.dtype
+    def __init__(self, base: Factor, shape: Shape, move: Move) -> None:
+        self.base, self._shape, self.move = base, shape, move
+        self._dtype: torch.dtype = getattr(move, "dtype", base.dtype)
 
     @property
     def batch(self) -> int:
@@ -32,11 +38,48 @@ class View(Factor):
     def dtype(self) -> torch.dtype:
         return self._dtype
 
+    @property
+    def device(self) -> torch.device:
+        return self.base.device
+
+    @property
+    def nbytes(self) -> int:
+        return self.base.nbytes
+
+    def __getitem__(self, samples: Samples) -> Factor:
+        return View(self.base[samples], self._shape, self.move)
+
     def stack(self, out: Tensor | None = None) -> Tensor:
-        return deliver(self.apply(self.base.stack()), out)
+        return deliver(self.move(self.base.stack()), out)
 
     def add_to(self, out: Tensor) -> None:
-        out += self.apply(self.base.stack())
+        out += self.move(self.base.stack())
+
+    def prefers_stack(self, reused: bool) -> bool:
+        return self.base.prefers_stack(reused) if self.move.keeps else True
+
+    def _compute_norms(self, space: Workspace) -> Tensor:
+        return self.base.norms(space) if self.move.keeps else super()._compute_norms(space)
+
+    def weighted_sum(self, weights: Tensor, space: Workspace | None = None) -> Tensor:
+        if not self.move.keeps:
+            return super().weighted_sum(weights, space)
+        total = self.base.weighted_sum(weights, space)
+        return total if isinstance(self.move, Cast) else self.move(total.unsqueeze(0)).squeeze(0)
+
+    def sum_squares(self, center: Tensor | None = None, space: Workspace | None = None) -> Tensor:
+        if not self.move.keeps or center is not None or self.dtype.is_complex != self.base.dtype.is_complex:
+            return super().sum_squares(center, space)
+        total = self.base.sum_squares(None, space)
+        return total if isinstance(self.move, Cast) else self.move(total.unsqueeze(0)).squeeze(0)
+
+    def dot(self, directions: Tensor, space: Workspace | None = None) -> Tensor:
+        return self.base.dot(self.move.back(directions), space)
+
+    def gram(self, other: Factor, space: Workspace | None = None) -> Tensor:
+        if self.move.keeps and isinstance(other, View) and other.move == self.move:
+            return self.base.gram(other.base, space)
+        return super().gram(other, space)
 
 
 class Sum(Factor):
@@ -59,24 +102,69 @@ class Sum(Factor):
     def dtype(self) -> torch.dtype:
         return self.terms[0].dtype
 
+    @property
+    def device(self) -> torch.device:
+        return self.terms[0].device
+
+    @property
+    def nbytes(self) -> int:
+        return sum(term.nbytes for term in self.terms)
+
+    def __getitem__(self, samples: Samples) -> Factor:
+        return Sum([term[samples] for term in self.terms])
+
     def stack(self, out: Tensor | None = None) -> Tensor:
         total = self.terms[0].stack(out)
-        if out is None and not isinstance(self.terms[0], Outer):
+        if out is None and isinstance(self.terms[0], (Dense, View)):
             total = total.clone()  # a dense term lends its own storage
         for term in self.terms[1:]:
             term.add_to(total)
         return total
 
+    def prefers_stack(self, reused: bool) -> bool:
+        return tied(self.terms) is None
+
+    def _compute_norms(self, space: Workspace) -> Tensor:
+        both = tied(self.terms)
+        if both is None:
+            return super()._compute_norms(space)
+        return self.checked(*tied_norms(*both, space), space)
+
+    def weighted_sum(self, weights: Tensor, space: Workspace | None = None) -> Tensor:
+        total = self.terms[0].weighted_sum(weights, space)
+        for term in self.terms[1:]:
+            total = total + term.weighted_sum(weights, space)
+        return total.to(wide(self.dtype))
+
+    def dot(self, directions: Tensor, space: Workspace | None = None) -> Tensor:
+        total = self.terms[0].dot(directions, space)
+        for term in self.terms[1:]:
+            total = total + term.dot(directions, space)
+        return total
+
+    def compress(self, left: Tensor, right: Tensor, space: Workspace | None = None) -> Tensor:
+        total = self.terms[0].compress(left, right, space)
+        for term in self.terms[1:]:
+            total = total + term.compress(left, right, space)
+        return total
+
 
 def combine(terms: Sequence[Factor]) -> Factor:
-    """The sum of ``terms``: outer products of one form are set one after another in time."""
-    outers: dict[tuple[object, ...], list[Outer]] = {}
-    rest: list[Factor] = []
-    for term in terms:
-        if isinstance(term, Outer):
-            outers.setdefault((term.left.shape[1:-2], term.shape, term.dtype), []).append(term)
-        else:
-            rest.append(term)
-    merged: list[Factor] = [concatenate(group) if len(group) > 1 else group[0] for group in outers.values()]
-    every = merged + rest
+    """The sum of ``terms``: those of one form are set one after another in time."""
+    alike: dict[object, list[Factor]] = {}
+    for position, term in enumerate(terms):
+        alike.setdefault(_form(term, position), []).append(term)
+    every = [_concatenated(group) if len(group) > 1 else group[0] for group in alike.values()]
     return every[0] if len(every) == 1 else Sum(every)
+
+
+def _form(term: Factor, position: int) -> object:
+    """What terms have in common that can be concatenated; others stay alone."""
+    if isinstance(term, Outer):
+        return Outer, term.left.shape[1:-2], term.shape, term.dtype
+    return (Rows, term.shape, term.dtype) if isinstance(term, Rows) else position
+
+
+def _concatenated(group: Sequence[Factor]) -> Factor:
+    outers = [f for f in group if isinstance(f, Outer)]
+    return Outer.concatenate(outers) if outers else Rows.concatenate([f for f in group if isinstance(f, Rows)])

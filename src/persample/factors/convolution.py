@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 from torch import Tensor
 
-from ..kernels.convolution import Geometry, weight_per_sample
-from .base import Factor, Shape, deliver
+from ..kernels.convolution import Geometry, as_matrices, convolve, weight_per_sample, weight_summed
+from ..kernels.gram import ROWS, gram_norms
+from ..kernels.norms import row_norms, wide
+from .base import Factor, Samples, Shape, deliver
+from .workspace import Workspace
+
+# In multiplications of a matrix product: an element of a stack, written and read, or kept; an element of the patches.
+_SCRATCH, _KEPT, _PATCH = 30, 100, 30
 
 
 class Convolution(Factor):
@@ -29,7 +37,56 @@ class Convolution(Factor):
     def dtype(self) -> torch.dtype:
         return self.dy.dtype
 
+    @property
+    def device(self) -> torch.device:
+        return self.dy.device
+
+    @property
+    def nbytes(self) -> int:
+        return self.x.nbytes + self.dy.nbytes
+
+    def __getitem__(self, samples: Samples) -> Convolution:
+        return Convolution(self.x[samples], self.dy[samples], self.size, self.geometry)
+
     def stack(self, out: Tensor | None = None) -> Tensor:
         if out is not None and (not out.is_contiguous() or out.dtype != self.dtype):
             return deliver(self.stack(), out)
         return weight_per_sample(self.x, self.dy, self.size, self.geometry, out=out)
+
+    @property
+    def positions(self) -> int:
+        """T: places of the kernel, over all images of a sample."""
+        return self.x.shape[1] * prod((self.x if self.geometry.transposed else self.dy).shape[3:])
+
+    def prefers_stack(self, reused: bool) -> bool:
+        """As for outer products of patches and cotangents, with the patches to be written first."""
+        T, p, d = self.positions, self.size[0] // self.geometry.groups, prod(self.size[1:])
+        return T * T * (p + d) + _PATCH * T * d > p * d * (_KEPT if reused else T + _SCRATCH)
+
+    def _compute_norms(self, space: Workspace) -> Tensor:
+        if not self.numel or not self.positions or self.prefers_stack(False):
+            return super()._compute_norms(space)
+        dtype, T, groups = wide(self.dtype), self.positions, self.geometry.groups
+        each = groups * T * (2 * min(T, ROWS) + prod(self.size[1:])) * dtype.itemsize
+        found, holds = [], []
+        for some in space.chunks(self.batch, each):
+            matrices = as_matrices(self.x[some].to(dtype), self.dy[some].to(dtype), self.size, self.geometry)
+            norms, ok = (row.view(-1, groups) for row in gram_norms(*matrices))
+            found.append(norms.squeeze(1) if groups == 1 else row_norms(norms))
+            holds.append(ok.all(1))
+        return self.checked(torch.cat(found), torch.cat(holds), space)
+
+    def weighted_sum(self, weights: Tensor, space: Workspace | None = None) -> Tensor:
+        """The library's own summed gradient, of scaled cotangents."""
+        dtype = wide(self.dtype)
+        scaled = self.dy.to(dtype) * weights.to(dtype).view(-1, *[1] * (self.dy.ndim - 1))
+        return weight_summed(self.x.to(dtype), scaled, self.size, self.geometry)
+
+    def dot(self, directions: Tensor, space: Workspace | None = None) -> Tensor:
+        """The cotangents times the input convolved with each direction, unless the gradients serve several of them."""
+        if len(directions) > 2 or not self.x.numel() or not self.dy.numel():
+            return super().dot(directions, space)
+        dtype = wide(self.dtype)
+        x, dy = self.x.to(dtype), self.dy.to(dtype)
+        found = [(dy * convolve(x, v.to(dtype), self.geometry)).flatten(1).sum(1) for v in directions]
+        return torch.stack(found, 1) if found else dy.new_zeros(self.batch, 0)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-from .base import Factor, Shape, deliver
+from ..kernels.norms import wide, widest
+from .base import Factor, Samples, Shape, deliver
+from .workspace import Workspace
 
 
 class Dense(Factor):
@@ -28,11 +32,28 @@ class Dense(Factor):
     def dtype(self) -> torch.dtype:
         return self.value.dtype
 
+    @property
+    def device(self) -> torch.device:
+        return self.value.device
+
+    @property
+    def nbytes(self) -> int:
+        return self.value.nbytes
+
+    def __getitem__(self, samples: Samples) -> Dense:
+        return Dense(self.value[samples])
+
     def stack(self, out: Tensor | None = None) -> Tensor:
         return deliver(self.value, out)
 
+    def stacks(self, space: Workspace) -> Iterator[tuple[slice, Tensor]]:
+        yield slice(0, self.batch), self.value
+
     def add_to(self, out: Tensor) -> None:
         out += self.value
+
+    def prefers_stack(self, reused: bool) -> bool:
+        return False
 
 
 class Masked(Factor):
@@ -55,6 +76,20 @@ class Masked(Factor):
     def dtype(self) -> torch.dtype:
         return self.value.dtype
 
+    @property
+    def device(self) -> torch.device:
+        return self.value.device
+
+    @property
+    def nbytes(self) -> int:
+        return self.value.nbytes
+
+    def __getitem__(self, samples: Samples) -> Masked:
+        chosen = torch.arange(self._batch, device=self.device)[samples]
+        place = torch.full((self._batch + 1,), -1, device=self.device)  # the last one is for -1, nobody
+        place[chosen] = torch.arange(len(chosen), device=self.device)
+        return Masked(self.value, place[self.index], len(chosen))
+
     def stack(self, out: Tensor | None = None) -> Tensor:
         if out is None:
             out = self.value.new_empty(self._batch, *self.value.shape)
@@ -73,3 +108,32 @@ class Masked(Factor):
                 out[sample] += self.value
         else:
             out += self.stack()
+
+    def prefers_stack(self, reused: bool) -> bool:
+        return False
+
+    def _per_sample(self, values: Tensor) -> Tensor:
+        """(*shape) -> (B,): every sample's own elements summed."""
+        index = self.index.expand(self.shape).reshape(-1)
+        found = values.new_zeros(self._batch + 1)
+        return found.index_add_(0, torch.where(index < 0, self._batch, index), values.reshape(-1))[: self._batch]
+
+    def _compute_norms(self, space: Workspace) -> Tensor:
+        size = self.value.abs().to(widest(self.device))
+        index = self.index.expand(self.shape).reshape(-1)
+        largest = size.new_zeros(self._batch + 1)
+        largest.index_reduce_(0, torch.where(index < 0, self._batch, index), size.reshape(-1), "amax")
+        scale = torch.where((largest > 0) & largest.isfinite(), largest, 1)
+        return self._per_sample((size / scale[self.index]).square()).sqrt() * scale[: self._batch]
+
+    def weighted_sum(self, weights: Tensor, space: Workspace | None = None) -> Tensor:
+        dtype = wide(self.dtype)
+        each = torch.cat([weights, weights.new_zeros(1)]).to(dtype.to_real())[self.index]
+        return torch.where(self.index < 0, 0, self.value.to(dtype) * each)
+
+    def dot(self, directions: Tensor, space: Workspace | None = None) -> Tensor:
+        value = self.value.to(wide(self.dtype))
+        if value.is_complex():
+            return super().dot(directions, space)
+        found = [self._per_sample(value * v.to(value.dtype)) for v in directions]
+        return torch.stack(found, 1) if found else value.new_zeros(self._batch, 0)

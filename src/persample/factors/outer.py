@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
+
 import torch
 from torch import Tensor
 
-from .base import Factor, Shape
+from ..kernels.gram import ROWS, gram_norms
+from ..kernels.norms import row_norms, wide, widest
+from .base import Factor, Samples, Shape
+from .workspace import Workspace
+
+# What an element of a stack costs to write and read, in multiplications of a matrix product: once through scratch
+# memory, or kept in fresh pages and read twice.
+_SCRATCH, _KEPT = 30, 100
 
 
 class Outer(Factor):
@@ -21,6 +31,11 @@ class Outer(Factor):
         return len(self.left)
 
     @property
+    def positions(self) -> int:
+        """T."""
+        return self.left.shape[-2]
+
+    @property
     def shape(self) -> Shape:
         return (*self.left.shape[1:-2], self.left.shape[-1], self.right.shape[-1])
 
@@ -28,15 +43,32 @@ class Outer(Factor):
     def dtype(self) -> torch.dtype:
         return self.left.dtype
 
+    @property
+    def device(self) -> torch.device:
+        return self.left.device
+
+    @property
+    def nbytes(self) -> int:
+        return self.left.nbytes + self.right.nbytes
+
+    def __getitem__(self, samples: Samples) -> Outer:
+        return Outer(self.left[samples], self.right[samples], self.scale)
+
     def t(self) -> Outer:
         """Every gradient transposed."""
         return Outer(self.right, self.left, self.scale)
+
+    @staticmethod
+    def concatenate(factors: Sequence[Outer]) -> Outer:
+        """One factor for the sum: positions of all of them, one after another."""
+        left = torch.cat([f.left if f.scale == 1.0 else f.left * f.scale for f in factors], -2)
+        return Outer(left, torch.cat([f.right for f in factors], -2))
 
     def stack(self, out: Tensor | None = None) -> Tensor:
         left = self.left.mT
         if out is not None and (not out.is_contiguous() or out.dtype != self.dtype):
             return out.copy_(self.stack())
-        if self.left.shape[-2] == 1 and self.left.ndim == 3:  # one position: a broadcast product reads and writes once
+        if self.positions == 1 and self.left.ndim == 3:  # a broadcast product reads and writes once
             result = torch.mul(left, self.right, out=out) if out is not None else left * self.right
         elif out is not None:
             result = torch.matmul(left, self.right, out=out)
@@ -50,8 +82,99 @@ class Outer(Factor):
         else:
             out += self.stack()
 
+    def prefers_stack(self, reused: bool) -> bool:
+        """Whether T²(p + d) is more than T·p·d and the stack's traffic; if it is reused, it also saves T·p·d later."""
+        T, p, d = self.positions, self.left.shape[-1], self.right.shape[-1]
+        if T <= 1:
+            return False
+        if self.dtype.is_complex:
+            return True
+        return T * T * (p + d) > p * d * (_KEPT if reused else T + _SCRATCH)
 
-def concatenate(factors: list[Outer]) -> Outer:
-    """One factor for the sum: positions of all of them, one after another."""
-    left = torch.cat([f.left if f.scale == 1.0 else f.left * f.scale for f in factors], -2)
-    return Outer(left, torch.cat([f.right for f in factors], -2))
+    def _compute_norms(self, space: Workspace) -> Tensor:
+        if not self.numel or not self.positions:
+            return torch.zeros(self.batch, dtype=widest(self.device), device=self.device)
+        if self.positions == 1:
+            return self._product_norms()
+        return super()._compute_norms(space) if self.prefers_stack(False) else self._gram_norms(space)
+
+    def _product_norms(self) -> Tensor:
+        """One position: ‖l ⊗ r‖ = ‖l‖‖r‖, and the groups' norms together."""
+        each = row_norms(self.left.reshape(-1, self.left.shape[-1])) * row_norms(
+            self.right.reshape(-1, self.right.shape[-1])
+        )
+        groups = each.view(self.batch, -1)
+        return (groups.squeeze(1) if groups.shape[1] == 1 else row_norms(groups)) * abs(self.scale)
+
+    def _gram_norms(self, space: Workspace) -> Tensor:
+        dtype, found, holds = wide(self.dtype), [], []
+        groups, T = prod(self.left.shape[1:-2]), self.positions
+        for some in space.chunks(self.batch, 2 * groups * min(T, ROWS) * T * dtype.itemsize):
+            left, right = (t[some].to(dtype).reshape(-1, T, t.shape[-1]) for t in (self.left, self.right))
+            norms, ok = (each.view(-1, groups) for each in gram_norms(left, right))
+            found.append(norms.squeeze(1) if groups == 1 else row_norms(norms))
+            holds.append(ok.all(1))
+        return self.checked(torch.cat(found) * abs(self.scale), torch.cat(holds), space)
+
+    def weighted_sum(self, weights: Tensor, space: Workspace | None = None) -> Tensor:
+        """One product (weights · left)ᵀ @ right over all samples and positions."""
+        dtype = wide(self.dtype)
+        scaled = weights.to(dtype.to_real()).mul(self.scale).view(-1, *[1] * (self.left.ndim - 1))
+        left, right = self.left.to(dtype), self.right.to(dtype)
+        if left.shape[-1] <= right.shape[-1]:
+            left = left * scaled
+        else:
+            right = right * scaled
+        if self.left.ndim == 3:
+            return _all_positions(left, right)
+        return torch.einsum("b...tp,b...td->...pd", left, right)
+
+    def sum_squares(self, center: Tensor | None = None, space: Workspace | None = None) -> Tensor:
+        """One position: Σ (l ⊗ r - c)² = (l²)ᵀ(r²) - 2c∘(lᵀr) + Bc², in float64, as the terms may cancel."""
+        dtype = widest(self.device)
+        if self.positions != 1 or self.left.ndim != 3 or self.dtype.is_complex:
+            return super().sum_squares(center, space)
+        left, right = self.left.squeeze(1).to(dtype) * self.scale, self.right.squeeze(1).to(dtype)
+        total = left.square().t() @ right.square()
+        if center is not None:
+            center = center.to(dtype)
+            total += center * (self.batch * center - 2 * (left.t() @ right))
+        return total.clamp_(min=0).to(wide(self.dtype))
+
+    def dot(self, directions: Tensor, space: Workspace | None = None) -> Tensor:
+        """Σ_t l_tᵀ V r_t: a product with each direction, unless the gradients serve several of them."""
+        if self.dtype.is_complex or (self.positions > 1 and len(directions) > 2) or not self.positions:
+            return super().dot(directions, space)
+        dtype = wide(self.dtype)
+        left, right = self.left.to(dtype), self.right.to(dtype)
+        found = [(left * (right @ v.to(dtype).mT)).flatten(1).sum(1) for v in directions]
+        return torch.stack(found, 1) * self.scale if found else left.new_zeros(self.batch, 0)
+
+    def gram(self, other: Factor, space: Workspace | None = None) -> Tensor:
+        """One position each: (l l'ᵀ) ∘ (r r'ᵀ)."""
+        if not isinstance(other, Outer) or self.dtype.is_complex or self.left.ndim != 3 or other.left.ndim != 3:
+            return super().gram(other, space)
+        if self.positions != 1 or other.positions != 1:
+            return super().gram(other, space)
+        dtype = wide(self.dtype)
+        lefts, rights = (
+            a.squeeze(1).to(dtype) @ b.squeeze(1).to(dtype).t()
+            for a, b in ((self.left, other.left), (self.right, other.right))
+        )
+        return lefts.mul_(rights).mul_(self.scale * other.scale)
+
+    def compress(self, left: Tensor, right: Tensor, space: Workspace | None = None) -> Tensor:
+        """Σ_t (l_t left) ⊗ (r_t right)."""
+        if self.left.ndim != 3 or self.dtype.is_complex:
+            return super().compress(left, right, space)
+        dtype = wide(self.dtype)
+        left, right = self.left.to(dtype) @ left.to(dtype), self.right.to(dtype) @ right.to(dtype)
+        return torch.bmm(left.mT, right).mul_(self.scale)
+
+
+def _all_positions(left: Tensor, right: Tensor) -> Tensor:
+    """Σ_bt left[b, t] ⊗ right[b, t] as one product, in the order in which the longer of both lies in memory."""
+    larger = max(left, right, key=Tensor.numel)
+    if not larger.is_contiguous() and larger.transpose(0, 1).is_contiguous():
+        left, right = left.transpose(0, 1), right.transpose(0, 1)
+    return left.flatten(0, 1).t() @ right.flatten(0, 1)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
+
 import torch
 from torch import Tensor
 
-from .base import Factor, Shape
+from ..kernels.norms import row_norms, wide
+from .base import Factor, Samples, Shape, real_rows
+from .workspace import Workspace
 
 
 class Rows(Factor):
@@ -21,12 +26,33 @@ class Rows(Factor):
         return len(self.ids)
 
     @property
+    def positions(self) -> int:
+        """T."""
+        return self.ids.shape[1]
+
+    @property
     def shape(self) -> Shape:
         return (self.size, *self.dy.shape[2:])
 
     @property
     def dtype(self) -> torch.dtype:
         return self.dy.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.dy.device
+
+    @property
+    def nbytes(self) -> int:
+        return self.ids.nbytes + self.dy.nbytes
+
+    def __getitem__(self, samples: Samples) -> Rows:
+        return Rows(self.ids[samples], self.dy[samples], self.size)
+
+    @staticmethod
+    def concatenate(factors: Sequence[Rows]) -> Rows:
+        """One factor for the sum: positions of all of them, one after another."""
+        return Rows(torch.cat([f.ids for f in factors], 1), torch.cat([f.dy for f in factors], 1), factors[0].size)
 
     def stack(self, out: Tensor | None = None) -> Tensor:
         if out is None:
@@ -40,10 +66,87 @@ class Rows(Factor):
         if not out.is_contiguous():
             out += self.stack()
             return
+        places, values = self._live()
+        out.view(self.batch * self.size, *self.dy.shape[2:]).index_add_(0, places, values.to(out.dtype))
+
+    def _live(self) -> tuple[Tensor, Tensor]:
+        """Flat places b·V + id and their cotangents, without those that are skipped."""
         offset = torch.arange(self.batch, device=self.ids.device).unsqueeze(1) * self.size
-        live = (self.ids >= 0).reshape(-1)
-        places = (self.ids + offset).reshape(-1)
-        values = self.dy.reshape(len(places), *self.dy.shape[2:]).to(out.dtype)
-        if not bool(live.all()):
-            places, values = places[live], values[live]
-        out.view(self.batch * self.size, *self.dy.shape[2:]).index_add_(0, places, values)
+        live, places = (self.ids >= 0).reshape(-1), (self.ids + offset).reshape(-1)
+        values = self.dy.reshape(len(places), *self.dy.shape[2:])
+        return (places, values) if bool(live.all()) else (places[live], values[live])
+
+    def prefers_stack(self, reused: bool) -> bool:
+        return False
+
+    def _summed(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Every row that some sample uses, once: the sample, the id and the row's gradient."""
+        places, values = self._live()
+        used, inverse = torch.unique(places, return_inverse=True)
+        totals = values.new_zeros(len(used), *values.shape[1:], dtype=wide(values.dtype))
+        totals.index_add_(0, inverse, values.to(totals.dtype))
+        return used // self.size, used % self.size, totals
+
+    def _compute_norms(self, space: Workspace) -> Tensor:
+        sample, _, totals = self._summed()
+        each = row_norms(totals)
+        largest = each.new_zeros(self.batch).index_reduce_(0, sample, each, "amax")
+        scale = torch.where((largest > 0) & largest.isfinite(), largest, 1)
+        squares = torch.zeros_like(scale).index_add_(0, sample, (each / scale[sample]).square())
+        return squares.sqrt() * scale
+
+    def weighted_sum(self, weights: Tensor, space: Workspace | None = None) -> Tensor:
+        dtype = wide(self.dtype)
+        total = torch.zeros(self.shape, dtype=dtype, device=self.device)
+        places, values = self._live()
+        each = weights.to(dtype.to_real())[places // self.size]
+        return total.index_add_(0, places % self.size, values.to(dtype) * each.view(-1, *[1] * (values.ndim - 1)))
+
+    def sum_squares(self, center: Tensor | None = None, space: Workspace | None = None) -> Tensor:
+        """Rows that a sample does not use are (0 - center)²."""
+        _, ids, totals = self._summed()
+        dtype = wide(self.dtype).to_real()
+        found = torch.zeros(self.shape, dtype=dtype, device=self.device)
+        if center is None:
+            return found.index_add_(0, ids, (totals.abs() if totals.is_complex() else totals).square())
+        users = torch.bincount(ids, minlength=self.size).to(dtype)
+        away = totals - center.to(totals.dtype)[ids]
+        found.index_add_(0, ids, (away.abs() if away.is_complex() else away).square())
+        return found.addcmul_((self.batch - users).view(-1, *[1] * (found.ndim - 1)), center.abs().to(dtype).square())
+
+    def dot(self, directions: Tensor, space: Workspace | None = None) -> Tensor:
+        found = torch.zeros(self.batch, len(directions), dtype=wide(self.dtype).to_real(), device=self.device)
+        places, values = self._live()
+        rows, sample = real_rows(values), places // self.size
+        for k, direction in enumerate(directions):
+            picked = real_rows(direction.to(wide(self.dtype)).index_select(0, places % self.size))
+            found[:, k].index_add_(0, sample, (rows * picked).sum(1))
+        return found
+
+    def gram(self, other: Factor, space: Workspace | None = None) -> Tensor:
+        """Over the ids that both use, a range of them at a time."""
+        if not isinstance(other, Rows):
+            return super().gram(other, space)
+        space = space or Workspace()
+        dtype = wide(self.dtype).to_real()
+        total = torch.zeros(self.batch, other.batch, dtype=dtype, device=self.device)
+        common = torch.unique(self.ids[torch.isin(self.ids, other.ids)])
+        common = common[common >= 0]
+        row = prod(self.shape[1:]) * wide(self.dtype).itemsize
+        for some in space.chunks(len(common), (self.batch + other.batch) * row):
+            mine, theirs = self._only(common[some]), other._only(common[some])
+            total.addmm_(real_rows(mine.stack()), real_rows(theirs.stack()).t())
+        return total
+
+    def _only(self, ids: Tensor) -> Rows:
+        """The table of the sorted ``ids`` alone."""
+        place = torch.searchsorted(ids, self.ids).clamp(max=len(ids) - 1)
+        return Rows(place.masked_fill(ids[place] != self.ids, -1), self.dy, len(ids))
+
+    def compress(self, left: Tensor, right: Tensor, space: Workspace | None = None) -> Tensor:
+        """Σ_t left[id_t] ⊗ (dy_t right)."""
+        if self.dtype.is_complex:
+            return super().compress(left, right, space)
+        dtype = wide(self.dtype)
+        picked = left.to(dtype)[self.ids.clamp(min=0)].masked_fill_((self.ids < 0).unsqueeze(2), 0)
+        return torch.bmm(picked.mT, self.dy.flatten(2).to(dtype) @ right.to(dtype))

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from ..factors import Dense, Factor, Outer, Rows, View
+from ..factors.moves import AsComplex, Cast, Flip, Permute, Reshape, Roll, Section
 from .fallback import loops, push_stacked
 from .flows.shapes import slice_of
 from .layout import Shape
@@ -50,8 +50,7 @@ def _permute(site: Site, factor: Factor, target: Shape) -> Factor | None:
 
 
 def _moved(factor: Factor, target: Shape, dims: Sequence[int]) -> Factor:
-    order = [0, *[d + 1 for d in dims]]
-    return View(factor, target, lambda stack: stack.permute(order))
+    return View(factor, target, Permute(tuple(dims)))
 
 
 @lift("View UnsafeView ReshapeAlias Squeeze Unsqueeze")
@@ -60,7 +59,7 @@ def _view(site: Site, factor: Factor, target: Shape) -> Factor | None:
         return Outer(factor.left.squeeze(1), factor.right.squeeze(1), factor.scale)
     if factor.shape == target:
         return factor
-    return View(factor, target, lambda stack: stack.reshape(len(stack), *target))
+    return View(factor, target, Reshape(factor.shape, target))
 
 
 @lift("Clone Alias")
@@ -70,43 +69,37 @@ def _same(site: Site, factor: Factor, target: Shape) -> Factor | None:
 
 @lift("ToCopy")
 def _cast(site: Site, factor: Factor, target: Shape) -> Factor | None:
-    dtype = site.metadata(0).dtype
-    return View(factor, target, lambda stack: stack.to(dtype), dtype)
+    return View(factor, target, Cast(factor.dtype, site.metadata(0).dtype))
 
 
 @lift("Slice")
 def _slice(site: Site, factor: Factor, target: Shape) -> Factor | None:
     dim = site.number("dim") % len(target)
     where = slice_of(site, target[dim])
-    return View(factor, target, lambda stack: _padded(stack, target, dim, where))
+    return View(factor, target, Section(target, dim, where.start, where.stop, where.step))
 
 
 @lift("Select")
 def _select(site: Site, factor: Factor, target: Shape) -> Factor | None:
     dim = site.number("dim") % len(target)
     place = site.number("index") % target[dim]
-    return View(factor, target, lambda stack: _padded(stack.unsqueeze(dim + 1), target, dim, slice(place, place + 1)))
+    return View(factor, target, Section(target, dim, place, place + 1, squeezed=True))
 
 
 @lift("Flip")
 def _flip(site: Site, factor: Factor, target: Shape) -> Factor | None:
-    dims = [d + 1 for d in site.dims("dims", len(target))] if target else []
-    return View(factor, target, lambda stack: stack.flip(dims))
+    return View(factor, target, Flip(tuple(site.dims("dims", len(target))) if target else ()))
 
 
 @lift("Roll")
 def _roll(site: Site, factor: Factor, target: Shape) -> Factor | None:
-    back = [-n for n in site.numbers("shifts")]
-    dims = [saved % len(target) + 1 for saved in site.numbers("dims")] if target else []
-    if not dims:  # over all elements in a row
-        return View(factor, target, lambda stack: stack.flatten(1).roll(back[0], 1).reshape(stack.shape))
-    return View(factor, target, lambda stack: stack.roll(back, dims))
+    dims = tuple(saved % len(target) for saved in site.numbers("dims")) if target else ()
+    return View(factor, target, Roll(tuple(-n for n in site.numbers("shifts")), dims))
 
 
 @lift("ViewAsReal")
 def _complex(site: Site, factor: Factor, target: Shape) -> Factor | None:
-    dtype = site.metadata(0).dtype
-    return View(factor, target, lambda stack: torch.view_as_complex(stack.contiguous()), dtype)
+    return View(factor, target, AsComplex(site.metadata(0).dtype))
 
 
 @lift("Embedding IndexSelect")
@@ -124,13 +117,6 @@ def _table(site: Site, factor: Factor, target: Shape) -> Factor | None:
     flat = flat.masked_fill(flat == padding, -1) if padding >= 0 else flat
     dy = factor.stack().reshape(factor.batch, len(flat), *target[1:])
     return Rows(flat.expand(factor.batch, -1), dy, target[0])
-
-
-def _padded(stack: Tensor, target: Shape, dim: int, where: slice) -> Tensor:
-    """Set a section of one dim into zeros."""
-    whole = stack.new_zeros(len(stack), *target)
-    whole[(slice(None),) * (dim + 1) + (where,)] = stack
-    return whole
 
 
 def lifted(site: Site, factor: Factor) -> Factor | None:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from persample.kernels.conv_select import CACHE_BYTES, Geometry, applicable, choose
 
-__all__ = ["KERNELS", "Geometry", "choose", "weight_per_sample"]
+__all__ = ["KERNELS", "Geometry", "as_matrices", "choose", "convolve", "weight_per_sample", "weight_summed"]
 
 
 def weight_per_sample(
@@ -73,26 +73,65 @@ def weight_per_sample(
         return out if result is out else out.copy_(result)
 
 
+def weight_summed(x: Tensor, dy: Tensor, weight_size: Sequence[int], geometry: Geometry) -> Tensor:
+    """Formula (1) summed over all samples: the ordinary gradient of the weight."""
+    if not x.numel() or not dy.numel():
+        return x.new_zeros(tuple(weight_size))
+    return _library_gradient(x.flatten(0, 1), dy.flatten(0, 1), x.new_empty(tuple(weight_size)), geometry)
+
+
+def convolve(x: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
+    """The convolution itself, of x (B, R, Cin, *S)."""
+    y: Tensor = torch.ops.aten.convolution(
+        x.flatten(0, 1),
+        weight,
+        None,
+        geometry.stride,
+        geometry.padding,
+        geometry.dilation,
+        geometry.transposed,
+        geometry.output_padding,
+        geometry.groups,
+    )
+    return y.view(*x.shape[:2], *y.shape[1:])
+
+
+def as_matrices(x: Tensor, dy: Tensor, weight_size: Sequence[int], geometry: Geometry) -> tuple[Tensor, Tensor]:
+    """Formula (1) as a product: cotangents (B·G, T, p) and patches (B·G, T, d·K)."""
+    if geometry.transposed:
+        x, dy, geometry = dy, x, replace(geometry, transposed=False)
+    rows, kernel = len(x) * geometry.groups, weight_size[2:]
+    patches = _windows(_fit(x, kernel, dy.shape[3:], geometry), kernel, geometry)
+    return _matrices(dy, rows).mT, patches.reshape(rows, math.prod(weight_size[1:]), -1).mT
+
+
+def _library_gradient(x: Tensor, dy: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
+    """PyTorch's weight gradient of images x (N, Cin, *S); of ``weight`` only the shape is read."""
+    grad: Tensor = torch.ops.aten.convolution_backward(
+        dy,
+        x,
+        weight,
+        None,
+        geometry.stride,
+        geometry.padding,
+        geometry.dilation,
+        geometry.transposed,
+        geometry.output_padding,
+        geometry.groups,
+        (False, True, False),
+    )[1]
+    return grad
+
+
 def _library(x: Tensor, dy: Tensor, out: Tensor, geometry: Geometry) -> Tensor:
     """(1) by PyTorch's own weight gradient. It sums over a batch, not over groups: samples become groups."""
     kernel, space = out.shape[3:], dy.shape[3:]
     if geometry.output_size(x.shape[3:], kernel) != tuple(space):  # a large output_padding, roles exchanged
         x = _fit(x, kernel, space, geometry)
         geometry = replace(geometry, padding=(0,) * len(kernel))
-    grad: Tensor = torch.ops.aten.convolution_backward(
-        dy.transpose(0, 1).flatten(1, 2),
-        x.transpose(0, 1).flatten(1, 2),
-        out.flatten(0, 1),  # stands for the weight: only its shape is read
-        None,
-        geometry.stride,
-        geometry.padding,
-        geometry.dilation,
-        False,
-        geometry.output_padding,
-        len(out) * geometry.groups,
-        (False, True, False),
-    )[1]
-    return grad.view(out.shape)
+    folded = replace(geometry, groups=len(out) * geometry.groups)
+    x, dy = (t.transpose(0, 1).flatten(1, 2) for t in (x, dy))
+    return _library_gradient(x, dy, out.flatten(0, 1), folded).view(out.shape)
 
 
 def _pointwise(x: Tensor, dy: Tensor, out: Tensor, geometry: Geometry) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...factors import Dense, Factor, Outer, View
+from ...factors.moves import Reshape
 from ..lanes import Lanes
 from ..layout import Layout, carry, labels
 from .broadcast import dense
@@ -175,4 +176,4 @@ def trilinear(use: Use) -> Factor | None:
     x1, x2 = site.tensor("i1"), site.tensor("i3")
     pairs = (x1.unsqueeze(2) * x2.unsqueeze(1)).reshape(len(g), target[1] * target[2])
     flat = Outer(lanes.group(g), lanes.group(pairs))
-    return View(flat, target, lambda stack: stack.reshape(len(stack), *target))
+    return View(flat, target, Reshape(flat.shape, target))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...factors import Factor, Rows, View
+from ...factors.moves import Reshape
 from ..lanes import Lanes
 from ..layout import labels, strides
 from .registry import Use, rule
@@ -21,7 +22,7 @@ def _rows(use: Use, lanes: Lanes, ids: Tensor, dy: Tensor, parts: int) -> Factor
     factor = Rows(grouped, values, prod(target[:parts]))
     if factor.shape == target:
         return factor
-    return View(factor, target, lambda stack: stack.reshape(len(stack), *target))
+    return View(factor, target, Reshape(factor.shape, target))
 
 
 @rule("Embedding")
@@ -121,4 +122,4 @@ def _bag_maxima(use: Use, lanes: Lanes) -> Factor:
     flat = flat.masked_fill((winners < 0) | empty, -1)
     grouped = lanes.group(flat + 1).flatten(1) - 1
     factor = Rows(grouped, lanes.group(use.g).flatten(1), prod(use.target))
-    return View(factor, use.target, lambda stack: stack.reshape(len(stack), *use.target))
+    return View(factor, use.target, Reshape(factor.shape, use.target))

@@ -1,0 +1,144 @@
+"""What a view does to gradients: each moves, casts or sets into zeros the elements of a stack (B, *base).
+
+All are linear. ``back`` is the adjoint: the inner product of ``move(g)`` with v is that of g with ``move.back(v)``.
+Where ``keeps`` is true, no element is lost or changed, so that norms and inner products are those of the base.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Shape = tuple[int, ...]
+
+
+class Move(ABC):
+    """A linear map of gradients that needs no arithmetic; equal moves compare equal."""
+
+    keeps = True
+
+    @abstractmethod
+    def __call__(self, stack: Tensor) -> Tensor:
+        """(B, *base) -> (B, *shape)."""
+
+    @abstractmethod
+    def back(self, stack: Tensor) -> Tensor:
+        """(k, *shape) -> (k, *base)."""
+
+
+@dataclass(frozen=True)
+class Reshape(Move):
+    """The same elements in another shape."""
+
+    base: Shape
+    shape: Shape
+
+    def __call__(self, stack: Tensor) -> Tensor:
+        return stack.reshape(len(stack), *self.shape)
+
+    def back(self, stack: Tensor) -> Tensor:
+        return stack.reshape(len(stack), *self.base)
+
+
+@dataclass(frozen=True)
+class Permute(Move):
+    """Dim i of the result is dim order[i] of the base."""
+
+    order: tuple[int, ...]
+
+    def __call__(self, stack: Tensor) -> Tensor:
+        return stack.permute(0, *[d + 1 for d in self.order])
+
+    def back(self, stack: Tensor) -> Tensor:
+        return stack.permute(0, *[self.order.index(d) + 1 for d in range(len(self.order))])
+
+
+@dataclass(frozen=True)
+class Section(Move):
+    """The base is every ``step``-th element from ``start`` to ``stop`` of one dim; the rest is zero."""
+
+    shape: Shape
+    dim: int
+    start: int
+    stop: int
+    step: int = 1
+    squeezed: bool = False  # the base lacks the dim
+
+    def __call__(self, stack: Tensor) -> Tensor:
+        whole = stack.new_zeros(len(stack), *self.shape)
+        whole[self._where] = stack.unsqueeze(self.dim + 1) if self.squeezed else stack
+        return whole
+
+    def back(self, stack: Tensor) -> Tensor:
+        part = stack[self._where]
+        return part.squeeze(self.dim + 1) if self.squeezed else part
+
+    @property
+    def _where(self) -> tuple[slice, ...]:
+        return (slice(None),) * (self.dim + 1) + (slice(self.start, self.stop, self.step),)
+
+
+@dataclass(frozen=True)
+class Flip(Move):
+    """Some dims back to front."""
+
+    dims: tuple[int, ...]
+
+    def __call__(self, stack: Tensor) -> Tensor:
+        return stack.flip([d + 1 for d in self.dims])
+
+    back = __call__
+
+
+@dataclass(frozen=True)
+class Roll(Move):
+    """Shifted around; over all elements in a row if no dims are given."""
+
+    shifts: tuple[int, ...]
+    dims: tuple[int, ...]
+
+    def __call__(self, stack: Tensor) -> Tensor:
+        return self._rolled(stack, self.shifts)
+
+    def back(self, stack: Tensor) -> Tensor:
+        return self._rolled(stack, tuple(-n for n in self.shifts))
+
+    def _rolled(self, stack: Tensor, shifts: tuple[int, ...]) -> Tensor:
+        if self.dims:
+            return stack.roll(shifts, [d + 1 for d in self.dims])
+        return stack.flatten(1).roll(shifts[0], 1).reshape(stack.shape)
+
+
+@dataclass(frozen=True)
+class Cast(Move):
+    """In another dtype."""
+
+    base: torch.dtype
+    dtype: torch.dtype
+
+    @property
+    def keeps(self) -> bool:  # type: ignore[override]
+        """float16 may overflow, and what is real has lost its imaginary part."""
+        return self.dtype != torch.float16 and self.base.is_complex == self.dtype.is_complex
+
+    def __call__(self, stack: Tensor) -> Tensor:
+        return stack.to(self.dtype)
+
+    def back(self, stack: Tensor) -> Tensor:
+        return stack.real if stack.is_complex() and not self.base.is_complex else stack
+
+
+@dataclass(frozen=True)
+class AsComplex(Move):
+    """Pairs of real numbers as complex ones."""
+
+    dtype: torch.dtype
+
+    def __call__(self, stack: Tensor) -> Tensor:
+        return torch.view_as_complex(stack.contiguous())
+
+    def back(self, stack: Tensor) -> Tensor:
+        return torch.view_as_real(stack.resolve_conj())

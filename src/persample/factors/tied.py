@@ -1,0 +1,47 @@
+"""A table that is read by row and multiplied with: tied embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..kernels.gram import trusted_norms
+from ..kernels.norms import wide
+from .base import Factor
+from .outer import Outer
+from .rows import Rows
+from .workspace import Workspace
+
+
+def tied(terms: Sequence[Factor]) -> tuple[Outer, Rows] | None:
+    """The two terms of a tied table, if that is what they are and its stack is larger than their products."""
+    if len(terms) != 2:
+        return None
+    outer, rows = terms if isinstance(terms[0], Outer) else reversed(terms)
+    if not isinstance(outer, Outer) or not isinstance(rows, Rows) or outer.left.ndim != 3:
+        return None
+    if outer.dtype.is_complex or outer.prefers_stack(False) or outer.positions * rows.positions > outer.numel:
+        return None
+    return outer, rows
+
+
+def tied_norms(outer: Outer, rows: Rows, space: Workspace) -> tuple[Tensor, Tensor]:
+    """The norms of their sum from both norms and the inner product, and which of them hold."""
+    a, b = outer.norms(space), rows.norms(space)
+    squares = a.square() + b.square() + 2 * _inner(outer, rows, space)
+    return trusted_norms(squares, (a + b).square(), wide(outer.dtype))
+
+
+def _inner(outer: Outer, rows: Rows, space: Workspace) -> Tensor:
+    """(B,): Σ_tu left[b, t, ids[b, u]] · (right[b, t] · dy[b, u])."""
+    dtype, T, U = wide(outer.dtype), outer.positions, rows.positions
+    found = []
+    for some in space.chunks(outer.batch, 2 * T * U * dtype.itemsize):
+        ids, dy = rows.ids[some], rows.dy[some].to(dtype)
+        left, right = outer.left[some], outer.right[some].to(dtype)
+        picked = left.gather(2, ids.clamp(min=0).unsqueeze(1).expand(-1, T, -1)).to(dtype)
+        products = torch.bmm(right, dy.mT).masked_fill_((ids < 0).unsqueeze(1), 0)
+        found.append(products.mul_(picked).sum((1, 2)))
+    return torch.cat(found).mul_(outer.scale).to(outer.norms(space).dtype)

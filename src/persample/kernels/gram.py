@@ -1,0 +1,46 @@
+"""Norms of sums of outer products from Gram matrices, without the products.
+
+    ‖Σ_t l_t ⊗ r_t‖² = Σ_tu (l_t · l_u)(r_t · r_u)
+
+costs T²(p + d) multiplications where writing the gradient out costs T·p·d. The terms may cancel; then so do the
+digits. Rounding is at most about ε (Σ_t ‖l_t‖‖r_t‖)², which the diagonals give for nothing, so it is known for which
+samples half of the digits are not certain: those are for the caller to compute in the plain way.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .norms import widest
+
+__all__ = ["ROWS", "gram_norms", "trusted_norms"]
+
+ROWS = 256  # of a Gram matrix at a time
+
+
+def gram_norms(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """For left (N, T, p) and right (N, T, d): norms (N,), and which of them hold."""
+    n, T = left.shape[:2]
+    squares = torch.zeros(n, dtype=widest(left.device), device=left.device)
+    size = torch.zeros_like(squares)
+    for start in range(0, T, ROWS):
+        rows = slice(start, start + ROWS)
+        a, b = torch.bmm(left[:, rows], left.mT), torch.bmm(right[:, rows], right.mT)
+        size += (a.diagonal(start, 1, 2) * b.diagonal(start, 1, 2)).sqrt().sum(1)
+        squares += a.mul_(b).sum((1, 2))
+    norms, holds = trusted_norms(squares, size.square_(), left.dtype)
+    if not bool(holds.all()):  # perhaps because there is nothing but zeros
+        doubtful = (~holds).nonzero().squeeze(1)
+        a, b = left[doubtful].flatten(1), right[doubtful].flatten(1)
+        zero = (~a.any(1) & b.isfinite().all(1)) | (~b.any(1) & a.isfinite().all(1))
+        holds[doubtful] = zero
+        norms[doubtful[zero]] = 0
+    return norms, holds
+
+
+def trusted_norms(squares: Tensor, size: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The norms, and which of them hold: not those whose terms cancelled, overflowed or vanished."""
+    info = torch.finfo(dtype)
+    holds = (squares >= info.eps**0.5 * size) & (size > info.tiny / info.eps) & (size < info.max)
+    return squares.clamp(min=0).sqrt(), holds

@@ -1,0 +1,77 @@
+"""Euclidean norms that neither overflow, underflow nor drift.
+
+A float32 sum of squares is wrong in three ways: elements above 1.8e19 overflow, those below 1e-19 vanish, and sums of
+millions of terms lose digits. Short runs of elements are summed in the tensor's own precision, the runs' norms in
+float64, and rows that came out as 0, inf or nan are looked at again, scaled by their largest element.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["combined", "row_norms", "wide", "widest"]
+
+_RUN = 2**12  # elements summed before float64 takes over
+_SMALL = {torch.float32: 1e-15, torch.float64: 1e-150}  # norms below may have lost squares to underflow
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype to compute in: half precision goes through float32."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """The dtype that norms are kept in: float64 where the device has it."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def row_norms(rows: Tensor) -> Tensor:
+    """(B, ...) -> (B,): the norm of every row, complex or real.
+
+    >>> row_norms(torch.tensor([[3e30, 4e30], [3e-30, 4e-30], [0.0, 0.0]]))
+    tensor([5.0000e+30, 5.0000e-30, 0.0000e+00], dtype=torch.float64)
+    """
+    if not rows.numel():
+        return torch.zeros(len(rows), dtype=widest(rows.device), device=rows.device)
+    flat = (torch.view_as_real(rows.resolve_conj()) if rows.is_complex() else rows).reshape(len(rows), -1)
+    norms, small = _summed(flat), _SMALL[wide(flat.dtype)]
+    low, high = torch.aminmax(norms)
+    if low > small and high < float("inf"):
+        return norms
+    odd = (~((norms > small) & norms.isfinite())).nonzero().squeeze(1)
+    return norms.index_copy(0, odd, _scaled(flat.index_select(0, odd)))
+
+
+def combined(norms: Tensor) -> Tensor:
+    """(P, B) -> (B,): the norm of a whole from those of its P parts."""
+    return row_norms(norms.t())
+
+
+def _summed(flat: Tensor) -> Tensor:
+    """Runs in the rows' own precision, then the runs in float64."""
+    n, dtype, high = flat.shape[1], wide(flat.dtype), widest(flat.device)
+    if n <= _RUN or dtype == high:
+        return _norm(flat, dtype).to(high)
+    runs = n // _RUN
+    parts = _norm(flat[:, : runs * _RUN].unflatten(1, (runs, _RUN)), dtype).to(high)
+    if runs * _RUN < n:
+        rest = _norm(flat[:, runs * _RUN :], dtype).to(high)
+        parts = torch.cat([parts, rest.unsqueeze(1)], 1)
+    return _norm(parts, high)
+
+
+def _norm(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """Over the last dim."""
+    found: Tensor = torch.linalg.vector_norm(t, dim=-1, dtype=dtype)
+    return found
+
+
+def _scaled(flat: Tensor) -> Tensor:
+    """Every row divided by its largest element first."""
+    largest: Tensor = torch.linalg.vector_norm(flat, float("inf"), dim=1).to(widest(flat.device))
+    norms = largest.clone()  # right for rows of zeros, infinities and NaNs
+    again = ((largest > 0) & largest.isfinite()).nonzero().squeeze(1)
+    rows = flat.index_select(0, again).to(widest(flat.device)) / largest[again].unsqueeze(1)
+    norms[again] = _norm(rows, rows.dtype) * largest[again]
+    return norms
