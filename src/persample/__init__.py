@@ -1,18 +1,60 @@
 """The gradient of every single example, for any PyTorch model, at about the price of one ordinary backward."""
 
 from . import testing
-from ._errors import InteractionError, PerformanceWarning, UnsupportedError
+from ._errors import InteractionError, NonFiniteError, PerformanceWarning, UnsupportedError
 from ._version import __version__
 from .api import grad
 from .explain import Explanation, explain
+from .factors import Factor
+from .reduce import backward, reduce
+from .reductions import (
+    Call,
+    ClippedSum,
+    Clipping,
+    Dot,
+    Gram,
+    Norms,
+    Project,
+    Projection,
+    Reduction,
+    SecondMoment,
+    Stack,
+    Variance,
+    WeightedSum,
+)
+from .shortcuts import clipped_sum, dot, gram, norms, project, second_moment, variance
 
 __all__ = [
+    "Call",
+    "ClippedSum",
+    "Clipping",
+    "Dot",
     "Explanation",
+    "Factor",
+    "Gram",
     "InteractionError",
+    "NonFiniteError",
+    "Norms",
     "PerformanceWarning",
+    "Project",
+    "Projection",
+    "Reduction",
+    "SecondMoment",
+    "Stack",
     "UnsupportedError",
+    "Variance",
+    "WeightedSum",
     "__version__",
+    "backward",
+    "clipped_sum",
+    "dot",
     "explain",
     "grad",
+    "gram",
+    "norms",
+    "project",
+    "reduce",
+    "second_moment",
     "testing",
+    "variance",
 ]

@@ -132,9 +132,9 @@ class Factor(ABC):
         space = space or Workspace()
         dtype = wide(self.dtype).to_real()
         found = torch.empty(self.batch, other.batch, dtype=dtype, device=self.device)
-        for mine, part in self.stacks(space):
+        for mine, part in self.stacks(space.whole()):
             rows = real_rows(part)
-            for theirs, against in other.stacks(space.second()):
+            for theirs, against in other.stacks(space):
                 torch.mm(rows, real_rows(against).to(dtype).t(), out=found[mine, theirs])
         return found
 

@@ -10,26 +10,28 @@ from torch import Tensor
 
 __all__ = ["Workspace"]
 
-_USUAL = 2**24  # larger scratch memory is no faster
+_USUAL = 2**24  # for one pass over the samples, more memory is not faster
+_MOST = 2**28  # if nobody has said
 
 
 class Workspace:
-    """Scratch memory of at most ``limit`` bytes (None: a moderate default), but one sample's gradient always fits."""
+    """Scratch memory of at most ``limit`` bytes, but one sample's gradient always fits."""
 
-    def __init__(self, limit: int | None = None) -> None:
-        self.limit = _USUAL if limit is None else min(limit, _USUAL)
+    def __init__(self, limit: int | None = None, usual: int = _USUAL) -> None:
+        self.limit = _MOST if limit is None else limit
+        self._usual = usual
         self._pages: dict[torch.device, Tensor] = {}
-        self._second: Workspace | None = None
+        self._whole: Workspace | None = None
 
-    def second(self) -> Workspace:
-        """Another one of the same size, for two factors at a time."""
-        if self._second is None:
-            self._second = Workspace(self.limit)
-        return self._second
+    def whole(self) -> Workspace:
+        """More scratch memory, as much as is allowed: for work that is repeated once per chunk."""
+        if self._whole is None:
+            self._whole = Workspace(self.limit, self.limit)
+        return self._whole
 
     def chunks(self, batch: int, bytes_each: int) -> Iterator[slice]:
         """The batch in slices, each with as many samples as fit."""
-        step = max(1, min(batch, self.limit // max(1, bytes_each)))
+        step = max(1, min(batch, min(self.limit, self._usual) // max(1, bytes_each)))
         return (slice(start, min(start + step, batch)) for start in range(0, batch, step))
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

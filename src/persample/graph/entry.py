@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -21,9 +21,18 @@ from .tape import Tape, walk
 
 
 def capture_into(
-    losses: Tensor, params: Mapping[str, Tensor], sink: Sink, *, retain_graph: bool, independent: bool = False
+    losses: Tensor,
+    params: Mapping[str, Tensor],
+    sink: Sink,
+    *,
+    retain_graph: bool,
+    independent: bool = False,
+    tell_bytes: Callable[[int], None] | None = None,
 ) -> None:
-    """Hand the factor of every parameter that the losses reach to ``sink``, as soon as it is complete."""
+    """Hand the factor of every parameter that the losses reach to ``sink``, as soon as it is complete.
+
+    ``tell_bytes`` is told before, about how much memory the forward pass has kept.
+    """
     if not len(losses) or not params:
         return
     if losses.grad_fn is None:
@@ -33,10 +42,17 @@ def capture_into(
     elif len(losses) == 1:
         _one_sample(losses, params, sink, retain_graph)
     else:
-        _several(losses, params, sink, retain_graph, independent)
+        _several(losses, params, sink, retain_graph, independent, tell_bytes)
 
 
-def _several(losses: Tensor, params: Mapping[str, Tensor], sink: Sink, retain_graph: bool, independent: bool) -> None:
+def _several(
+    losses: Tensor,
+    params: Mapping[str, Tensor],
+    sink: Sink,
+    retain_graph: bool,
+    independent: bool,
+    tell_bytes: Callable[[int], None] | None,
+) -> None:
     """The general case."""
     found = plan(losses, list(params.values()))
     check_reached(found.tape, params)
@@ -46,6 +62,8 @@ def _several(losses: Tensor, params: Mapping[str, Tensor], sink: Sink, retain_gr
         _report_interaction(meeting, independent)
     elif independent:
         _refuse_unseen(found.tape)
+    if tell_bytes is not None:
+        tell_bytes(found.activation_bytes(losses.element_size()))
     running = Capture(found, losses, params, sink)
     running.run(retain_graph)
     # Where samples interact, it has been said that everything below is slow.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 from torch import Tensor
 from torch.autograd.graph import Node
 
 from .assign import Map, assign
-from .tape import Slot, Tape, is_leaf, walk
+from .names import WEIGHT_VIEWS
+from .tape import Slot, Tape, is_leaf, op_name, walk
 
 
 @dataclass(slots=True)
@@ -21,6 +23,12 @@ class Plan:
     frontier: dict[Node, list[int]] = field(default_factory=dict)  # separable node -> outputs into shared tensors
     hooked: list[Node] = field(default_factory=list)  # frontier nodes on the way to others: caught in passing
     requested: list[Slot] = field(default_factory=list)  # cotangents that the engine is to return
+
+    def activation_bytes(self, itemsize: int) -> int:
+        """About what the forward pass has kept: the results of all ops on samples that are not views."""
+        views = WEIGHT_VIEWS | {"Expand", "Slice", "Select"}
+        nodes = [n for n in self.tape.order if n not in self.map.batched and op_name(n) not in views]
+        return itemsize * sum(prod(shape) for node in nodes for shape in self.tape.shapes(node))
 
 
 def plan(losses: Tensor, params: Sequence[Tensor]) -> Plan:

@@ -1,0 +1,131 @@
+"""From losses to reductions: one backward, whatever is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from .api import boundary, check_losses
+from .factors import Workspace
+from .graph.entry import capture_into
+from .params import Params, named, pack
+from .reductions import Call, ClippedSum, Clipping, Reduction, Run
+
+
+def reduce(
+    losses: Tensor,
+    params: Params,
+    *reductions: Reduction,
+    retain_graph: bool = False,
+    independent: bool = False,
+    max_memory: int | None = None,
+) -> tuple[Any, ...]:
+    """Several things computed from the per-sample gradients, in one backward and without the gradients written out.
+
+    >>> import torch, persample as ps
+    >>> model = torch.nn.Linear(3, 2)
+    >>> losses = model(torch.ones(5, 3)).square().sum(1)
+    >>> norms, total, moment = ps.reduce(losses, model, ps.Norms(), ps.ClippedSum(1.0), ps.SecondMoment())
+    >>> norms.shape, total["weight"].shape, moment["bias"].shape
+    (torch.Size([5]), torch.Size([2, 3]), torch.Size([2]))
+
+    Args:
+        losses: one loss per sample, of shape (B,), with its graph.
+        params: an ``nn.Module`` (its trainable parameters), a mapping from names to leaf tensors, or a sequence.
+        reductions: what to compute: `Norms`, `ClippedSum`, `WeightedSum`, `SecondMoment`, `Variance`, `Gram`, `Dot`,
+            `Project`, `Stack`, or a `Reduction` of your own.
+        retain_graph: keep the graph for another backward, as in ``torch.autograd.grad``.
+        independent: raise ``InteractionError`` if one sample's loss is seen to depend on another sample.
+        max_memory: bytes that may be spent on gradients written out, for a few samples at a time or kept to be used
+            again; by default about what the forward pass has kept for the backward.
+
+    Returns:
+        One result per reduction.
+    """
+    with _run(losses, params, reductions, retain_graph, independent, max_memory) as running:
+        return tuple(r.result() for r in running)
+
+
+def backward(
+    losses: Tensor,
+    params: Params,
+    reduction: ClippedSum,
+    *,
+    retain_graph: bool = False,
+    independent: bool = False,
+    max_memory: int | None = None,
+) -> Clipping:
+    """Accumulate a clipped sum of the per-sample gradients into ``p.grad``, as ``losses.sum().backward()`` would.
+
+    >>> import torch, persample as ps
+    >>> model = torch.nn.Linear(3, 2)
+    >>> losses = model(torch.ones(5, 3)).square().sum(1)
+    >>> norms, weights = ps.backward(losses, model, ps.ClippedSum(1.0))
+    >>> bool(model.weight.grad.norm() <= 5)
+    True
+
+    Args:
+        losses: one loss per sample, of shape (B,), with its graph.
+        params: an ``nn.Module`` (its trainable parameters), a mapping from names to leaf tensors, or a sequence.
+        reduction: how to clip: a `ClippedSum`.
+        retain_graph: keep the graph for another backward.
+        independent: raise ``InteractionError`` if one sample's loss is seen to depend on another sample.
+        max_memory: as for ``ps.reduce``.
+
+    Returns:
+        A `Clipping`: every sample's norm before clipping, its weight, and which samples were dropped.
+    """
+    if not isinstance(reduction, ClippedSum):
+        raise TypeError(f"backward accumulates a ClippedSum, not a {type(reduction).__name__}")
+    tensors = named(params)
+    with _run(losses, params, [reduction], retain_graph, independent, max_memory) as running:
+        assert isinstance(running[0], ClippedSum)
+        clipping, sums = running[0].clip()
+    if not len(losses):  # an empty batch has no factors, but gradients of zero all the same
+        zeros = torch.autograd.grad(losses.sum(), list(tensors.values()), allow_unused=True, retain_graph=retain_graph)
+        sums = {name: g for name, g in zip(tensors, zeros, strict=True) if g is not None}
+    reached = [name for name in tensors if name in sums]
+    torch.autograd.backward([tensors[name] for name in reached], [sums[name] for name in reached])
+    return clipping
+
+
+@contextmanager
+def _run(
+    losses: Tensor,
+    params: Params,
+    reductions: Sequence[Reduction],
+    retain_graph: bool,
+    independent: bool,
+    max_memory: int | None,
+) -> Iterator[list[Reduction]]:
+    """All reductions after the backward, to be asked for their results under the modes of this package."""
+    for reduction in reductions:
+        if not isinstance(cast(object, reduction), Reduction):
+            hint = f": write {reduction.__name__}()" if isinstance(reduction, type) else ""
+            raise TypeError(f"expected reductions such as ps.Norms(), but got {reduction!r}{hint}")
+    if max_memory is not None and (not isinstance(max_memory, int) or max_memory < 0):
+        raise ValueError(f"max_memory must be a number of bytes, not {max_memory!r}")
+    tensors = named(params)
+    check_losses(losses)
+    space = Workspace(max_memory)
+
+    def default_limit(activations: int) -> None:
+        space.limit = activations
+
+    with boundary(losses):
+        call = Call(tensors, len(losses), losses.device, lambda found: pack(params, found), space)
+        run = Run(reductions, call)
+        capture_into(
+            losses,
+            tensors,
+            run.add,
+            retain_graph=retain_graph,
+            independent=independent,
+            tell_bytes=default_limit if max_memory is None else None,
+        )
+        with torch.no_grad():
+            yield run.reductions

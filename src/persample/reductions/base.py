@@ -1,0 +1,72 @@
+"""What is asked of per-sample gradients: a reduction is shown every parameter's factor once, and then asked."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..factors import Factor, Workspace
+from ..kernels.norms import wide
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a reduction may know of the call it serves."""
+
+    params: Mapping[str, Tensor]
+    batch: int
+    device: torch.device
+    pack: Callable[[Mapping[str, Any]], Any]  # from results by name to the container that the parameters came in
+    space: Workspace = field(default_factory=Workspace)
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """What norms and inner products are given back in: float32, or float64 where a parameter is."""
+        found = torch.float32
+        for p in self.params.values():
+            found = torch.promote_types(found, wide(p.dtype).to_real())
+        return found
+
+    def zeros(self, *shape: int) -> Tensor:
+        """A float64 accumulator on the losses' device."""
+        dtype = torch.float32 if self.device.type == "mps" else torch.float64
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def pack_sums(self, sums: Mapping[str, Tensor]) -> Any:
+        """One tensor like each parameter; zeros for those that the losses do not reach."""
+        return self.pack(
+            {
+                name: sums[name].to(p.dtype) if name in sums else torch.zeros_like(p, requires_grad=False)
+                for name, p in self.params.items()
+            }
+        )
+
+
+class Reduction(ABC):
+    """Something computed from the gradients of all samples, without the gradients being written out.
+
+    To make one, subclass and write three methods; ``ps.reduce`` calls them on a copy of the object, so that what
+    they store on ``self`` belongs to one call. ``passes`` says how often `add` goes through a factor (a factor that
+    is gone through often may be written out once), ``holds`` whether factors are kept until `result`.
+    """
+
+    passes = 1
+    holds = False
+
+    @abstractmethod
+    def start(self, call: Call) -> None:
+        """Before anything is known but the parameters and the number of samples."""
+
+    @abstractmethod
+    def add(self, name: str, factor: Factor) -> None:
+        """Called once for every parameter that the losses reach, in the order in which the backward comes to them."""
+
+    @abstractmethod
+    def result(self) -> Any:
+        """After the backward."""

@@ -1,0 +1,99 @@
+"""Inner products of gradients: with each other, and with given directions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+
+from ..factors import Factor
+from .base import Call, Reduction
+
+Directions = nn.Module | Mapping[str, Tensor] | Sequence[Tensor]
+
+
+class Gram(Reduction):
+    """(B, B): the inner product of every two samples' gradients, the empirical neural tangent kernel.
+
+    Args:
+        against: the factors of another batch by parameter name, for (B, B').
+    """
+
+    def __init__(self, against: Mapping[str, Factor] | None = None, columns: int | None = None) -> None:
+        self.against, self.columns = against, columns
+
+    def start(self, call: Call) -> None:
+        self._call = call
+        self._found = call.zeros(call.batch, call.batch if self.columns is None else self.columns)
+
+    def add(self, name: str, factor: Factor) -> None:
+        other = factor if self.against is None else self.against.get(name)
+        if other is not None:
+            self._found += factor.gram(other, self._call.space).to(self._found)
+
+    def result(self) -> Tensor:
+        found = self._found if self.against is not None else (self._found + self._found.t()) / 2
+        return found.to(self._call.dtype)
+
+
+class Dot(Reduction):
+    """The inner product of every gradient with a direction: (B,), or (B, k) for k of them.
+
+    Args:
+        direction: one tensor like each parameter, in the parameters' container, or a sequence in their order. k
+            directions are given as tensors with one more dim at the front, of size k.
+    """
+
+    def __init__(self, direction: Directions) -> None:
+        self.direction = direction
+
+    def start(self, call: Call) -> None:
+        self._call = call
+        self._vectors, self._single = _stacked(self.direction, call)
+        count = next((len(v) for v in self._vectors.values()), 1)
+        self._found = call.zeros(call.batch, count)
+
+    def add(self, name: str, factor: Factor) -> None:
+        self._found += factor.dot(self._vectors[name].to(factor.device), self._call.space).to(self._found)
+
+    def result(self) -> Tensor:
+        found = self._found.to(self._call.dtype)
+        return found.squeeze(1) if self._single else found
+
+
+def _stacked(direction: Directions, call: Call) -> tuple[dict[str, Tensor], bool]:
+    """Directions by name, (k, *shape) each, and whether there was only one without the dim."""
+    given = _by_name(direction, call)
+    wrong = [n for n, p in call.params.items() if tuple(given[n].shape)[-p.ndim or len(given[n].shape) :] != p.shape]
+    extra = {given[n].ndim - p.ndim for n, p in call.params.items()}
+    counts = {len(given[n]) for n in given if extra == {1}}
+    if wrong or not extra <= {0, 1} or len(extra) > 1 or len(counts) > 1:
+        shapes = {n: (tuple(given[n].shape), tuple(p.shape)) for n, p in call.params.items()}
+        raise ValueError(
+            f"a direction needs one tensor like each parameter, or all of them with the same number of directions in "
+            f"front; got (given, parameter) {shapes}"
+        )
+    single = extra != {1}
+    return {name: (v.unsqueeze(0) if single else v).detach() for name, v in given.items()}, single
+
+
+def _by_name(direction: Directions, call: Call) -> dict[str, Tensor]:
+    names = list(call.params)
+    if isinstance(direction, nn.Module):
+        direction = {name: p for name, p in direction.named_parameters() if p.requires_grad}
+    if not isinstance(direction, (Mapping, Sequence)):
+        raise TypeError(f"direction must be a mapping or a sequence of tensors, not {type(direction).__name__}")
+    if isinstance(direction, Mapping):
+        if set(direction) != set(names):
+            raise ValueError(f"direction must hold one tensor per parameter: expected {names}, got {list(direction)}")
+        given = {name: direction[name] for name in names}
+    else:
+        if len(direction) != len(names):
+            raise ValueError(
+                f"direction must hold one tensor per parameter: expected {len(names)}, {len(direction)} given"
+            )
+        given = dict(zip(names, direction, strict=True))
+    for name, v in given.items():
+        if not isinstance(v, Tensor):
+            raise TypeError(f"direction {name!r} must be a tensor, not {type(v).__name__}")
+    return given

@@ -1,0 +1,122 @@
+"""Random projections of gradients that keep inner products."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+from math import isqrt, prod, sqrt
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..factors import Factor
+from ..factors.base import real_rows
+from .base import Call, Reduction
+
+_ELEMENTS = 2**20  # of a projection matrix at a time; a constant, as the numbers depend on it
+
+Kind = Literal["rademacher", "gaussian", "kronecker"]
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A random linear map from all parameters to ``dim`` numbers, fixed by its seed.
+
+    Inner products are kept on average, <z_i, z_j> ≈ <g_i, g_j>, with a standard deviation of at most
+    ``error`` · ‖g_i‖ ‖g_j‖. The map depends on nothing but the projection itself and the parameters' names and shapes:
+    batches that are projected apart, in other processes or on other devices, can be compared.
+
+    Args:
+        dim: numbers per sample.
+        seed: of the map.
+        kind: "rademacher" (entries ±1/√dim), "gaussian", or "kronecker": matrices are multiplied by a random matrix
+            from either side, which outer products need not be written out for; much faster, and less exact.
+    """
+
+    dim: int
+    seed: int = 0
+    kind: Kind = "rademacher"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.dim, int) or self.dim < 1:
+            raise ValueError(f"dim must be a positive integer, not {self.dim!r}")
+        if self.kind not in ("rademacher", "gaussian", "kronecker"):
+            raise ValueError(f"kind must be 'rademacher', 'gaussian' or 'kronecker', not {self.kind!r}")
+
+    @property
+    def error(self) -> float:
+        """The largest standard deviation of an inner product, relative to the norms."""
+        if self.kind != "kronecker":
+            return sqrt(2 / self.dim)
+        rows, columns = self.sides
+        return sqrt((1 + 2 / rows) * (1 + 2 / columns) - 1)
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """dim = rows · columns, as square as possible: what "kronecker" brings a matrix to."""
+        rows = next(k for k in range(isqrt(self.dim), 0, -1) if self.dim % k == 0)
+        return rows, self.dim // rows
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows ``start`` to ``stop`` of a parameter's matrix (numel, dim), of one block as `blocks` gives them."""
+        return self._random(f"{name}/{start}", stop - start, self.dim) / sqrt(self.dim)
+
+    def blocks(self, numel: int) -> list[tuple[int, int]]:
+        """A parameter's elements in the ranges that are generated together."""
+        step = max(1, _ELEMENTS // self.dim)
+        return [(start, min(start + step, numel)) for start in range(0, numel, step)]
+
+    def two_sides(self, name: str, n: int, m: int) -> tuple[Tensor, Tensor]:
+        """The matrices (n, rows) and (m, columns) that an n x m gradient is multiplied by."""
+        rows, columns = self.sides
+        left, right = self._random(f"{name}/left", n, rows), self._random(f"{name}/right", m, columns)
+        return left / sqrt(rows), right / sqrt(columns)
+
+    def _random(self, what: str, rows: int, columns: int) -> Tensor:
+        """Independent entries with mean 0 and variance 1, in float32 on the CPU."""
+        digest = blake2b(f"{self.seed}/{what}".encode(), digest_size=8).digest()
+        generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest) >> 1)
+        if self.kind == "gaussian":
+            return torch.randn(rows, columns, generator=generator, dtype=torch.float32, device="cpu")
+        count = rows * columns
+        octets = torch.randint(256, (-(-count // 8),), generator=generator, dtype=torch.uint8, device="cpu")
+        return _SIGNS.index_select(0, octets.to(torch.int32)).view(-1)[:count].view(rows, columns)
+
+
+# The eight bits of every octet as signs.
+_SIGNS = ((torch.arange(256, device="cpu").unsqueeze(1) >> torch.arange(8, device="cpu")) & 1).to(torch.float32) * 2 - 1
+
+
+class Project(Reduction):
+    """(B, dim): every sample's gradient under a `Projection`."""
+
+    def __init__(self, projection: Projection) -> None:
+        if not isinstance(projection, Projection):
+            raise TypeError(f"expected a ps.Projection(dim, seed), not {type(projection).__name__}")
+        self.projection = projection
+
+    def start(self, call: Call) -> None:
+        self._call = call
+        self._found = call.zeros(call.batch, self.projection.dim)
+
+    def add(self, name: str, factor: Factor) -> None:
+        n = factor.shape[0] if factor.shape else 1
+        m = prod(factor.shape[1:]) * (2 if factor.dtype.is_complex else 1)
+        if self.projection.kind == "kronecker" and min(n, m) > 1:
+            left, right = (t.to(factor.device) for t in self.projection.two_sides(name, n, m))
+            found = factor.compress(left, right, self._call.space).flatten(1)
+            self._found += found.to(self._found)
+        else:
+            self._add_blocks(name, factor, n * m)
+
+    def _add_blocks(self, name: str, factor: Factor, numel: int) -> None:
+        """Chunks of samples outside, as a matrix costs as much to generate as to use for many of them."""
+        for some, part in factor.stacks(self._call.space.whole()):
+            rows = real_rows(part)
+            for start, stop in self.projection.blocks(numel):
+                matrix = self.projection.rows(name, start, stop).to(rows)
+                self._found[some] += (rows[:, start:stop] @ matrix).to(self._found)
+
+    def result(self) -> Tensor:
+        return self._found.to(self._call.dtype)

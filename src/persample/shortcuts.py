@@ -1,0 +1,205 @@
+"""One verb for each thing that is often asked alone. All are `reduce` with one reduction."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypedDict, Unpack
+
+from torch import Tensor
+
+from .api import boundary, check_losses
+from .factors import Factor
+from .graph.entry import capture_into
+from .params import Params, named
+from .reduce import reduce
+from .reductions import ClippedSum, Dot, Gram, Norms, Project, Projection, SecondMoment, Variance
+from .reductions.clipping import Bounds
+from .reductions.groups import Per
+from .reductions.products import Directions
+
+
+class Options(TypedDict, total=False):
+    """What every verb takes as ``ps.reduce`` does."""
+
+    retain_graph: bool
+    independent: bool
+    max_memory: int | None
+
+
+def norms(losses: Tensor, params: Params, *, per: Per = None, **options: Unpack[Options]) -> Any:
+    """The norm of every sample's gradient.
+
+    >>> import torch, persample as ps
+    >>> model = torch.nn.Linear(3, 2)
+    >>> losses = model(torch.ones(5, 3)).square().sum(1)
+    >>> ps.norms(losses, model, retain_graph=True).shape
+    torch.Size([5])
+    >>> {name: tuple(n.shape) for name, n in ps.norms(losses, model, per="parameter").items()}
+    {'weight': (5,), 'bias': (5,)}
+
+    Args:
+        losses: one loss per sample, of shape (B,), with its graph.
+        params: an ``nn.Module``, a mapping from names to leaf tensors, or a sequence.
+        per: None for one norm over all parameters; "parameter" for one each, in the parameters' container; or groups:
+            a list gives a tuple, a dict a dict. A group is a module, or a list of names, parameters or modules.
+        options: ``retain_graph``, ``independent`` and ``max_memory``, as for ``ps.reduce``.
+
+    Returns:
+        (B,), or (B,) per parameter or group, in float32 or wider.
+    """
+    return reduce(losses, params, Norms(per), **options)[0]
+
+
+def clipped_sum(
+    losses: Tensor,
+    params: Params,
+    max_norm: Bounds,
+    *,
+    per: Per = None,
+    nonfinite: Literal["raise", "drop"] = "raise",
+    **options: Unpack[Options],
+) -> Any:
+    """The sum of all gradients, each scaled down to a norm of at most ``max_norm``: Σ_i min(1, C / ‖g_i‖) g_i.
+
+    >>> import torch, persample as ps
+    >>> model = torch.nn.Linear(3, 2)
+    >>> losses = model(torch.ones(5, 3)).square().sum(1)
+    >>> total = ps.clipped_sum(losses, model, max_norm=1.0)
+    >>> total["weight"].shape, total.clipping.weights.shape
+    (torch.Size([2, 3]), torch.Size([5]))
+
+    Args:
+        losses: one loss per sample, of shape (B,), with its graph.
+        params: an ``nn.Module``, a mapping from names to leaf tensors, or a sequence.
+        max_norm: the bound, or one for each parameter or group of ``per``.
+        per: what is clipped together: None for everything, "parameter", or groups that hold every parameter once.
+        nonfinite: "raise" names the samples whose gradients are infinite or NaN, "drop" leaves them out.
+        options: ``retain_graph``, ``independent`` and ``max_memory``, as for ``ps.reduce``.
+
+    Returns:
+        One tensor like each parameter, in the parameters' container; its ``clipping`` holds the norms, the weights and
+        the dropped samples. `ClippedSum` has more ways to clip.
+    """
+    return reduce(losses, params, ClippedSum(max_norm, per=per, nonfinite=nonfinite), **options)[0]
+
+
+def second_moment(losses: Tensor, params: Params, **options: Unpack[Options]) -> Any:
+    """The mean over samples of the squared gradient, element by element.
+
+    >>> import torch, persample as ps
+    >>> model = torch.nn.Linear(3, 2)
+    >>> losses = model(torch.ones(5, 3)).square().sum(1)
+    >>> ps.second_moment(losses, model)["weight"].shape
+    torch.Size([2, 3])
+
+    Args:
+        losses: one loss per sample, of shape (B,), with its graph.
+        params: an ``nn.Module``, a mapping from names to leaf tensors, or a sequence.
+        options: ``retain_graph``, ``independent`` and ``max_memory``, as for ``ps.reduce``.
+
+    Returns:
+        One tensor like each parameter, in the parameters' container; NaN for an empty batch.
+    """
+    return reduce(losses, params, SecondMoment(), **options)[0]
+
+
+def variance(losses: Tensor, params: Params, *, correction: int = 1, **options: Unpack[Options]) -> Any:
+    """The variance over samples of the gradient, element by element, as ``torch.var`` of the stack.
+
+    >>> import torch, persample as ps
+    >>> model = torch.nn.Linear(3, 2)
+    >>> losses = model(torch.ones(5, 3)).square().sum(1)
+    >>> bool(ps.variance(losses, model)["weight"].max() < 1e-6)  # five equal samples
+    True
+
+    Args:
+        losses: one loss per sample, of shape (B,), with its graph.
+        params: an ``nn.Module``, a mapping from names to leaf tensors, or a sequence.
+        correction: the sum of squares is divided by B - correction.
+        options: ``retain_graph``, ``independent`` and ``max_memory``, as for ``ps.reduce``.
+
+    Returns:
+        One tensor like each parameter, in the parameters' container; NaN if B is not above ``correction``.
+    """
+    return reduce(losses, params, Variance(correction), **options)[0]
+
+
+def gram(losses: Tensor, params: Params, other: Tensor | None = None, **options: Unpack[Options]) -> Tensor:
+    """The inner product of every two samples' gradients: the empirical neural tangent kernel of the losses.
+
+    >>> import torch, persample as ps
+    >>> model = torch.nn.Linear(3, 2)
+    >>> train, test = (model(torch.ones(n, 3)).square().sum(1) for n in (5, 4))
+    >>> ps.gram(train, model, test).shape
+    torch.Size([5, 4])
+
+    Args:
+        losses: one loss per sample, of shape (B,), with its graph.
+        params: an ``nn.Module``, a mapping from names to leaf tensors, or a sequence.
+        other: the losses of a second batch, to be compared with the first instead of the first with itself.
+        options: ``retain_graph``, ``independent`` and ``max_memory``, as for ``ps.reduce``.
+
+    Returns:
+        (B, B), or (B, B') with ``other``.
+    """
+    if other is None:
+        found: Tensor = reduce(losses, params, Gram(), **options)[0]
+        return found
+    check_losses(losses)
+    check_losses(other)
+    factors: dict[str, Factor] = {}
+    with boundary(losses):
+        capture_into(
+            losses,
+            named(params),
+            factors.__setitem__,
+            retain_graph=options.get("retain_graph", False),
+            independent=options.get("independent", False),
+        )
+    found = reduce(other, params, Gram(factors, len(losses)), **options)[0]
+    return found.t().contiguous()
+
+
+def dot(losses: Tensor, params: Params, direction: Directions, **options: Unpack[Options]) -> Tensor:
+    """The inner product of every sample's gradient with a direction: how each loss changes along it.
+
+    >>> import torch, persample as ps
+    >>> model = torch.nn.Linear(3, 2)
+    >>> losses = model(torch.ones(5, 3)).square().sum(1)
+    >>> direction = {"weight": torch.ones(2, 3), "bias": torch.zeros(2)}
+    >>> ps.dot(losses, model, direction).shape
+    torch.Size([5])
+
+    Args:
+        losses: one loss per sample, of shape (B,), with its graph.
+        params: an ``nn.Module``, a mapping from names to leaf tensors, or a sequence.
+        direction: one tensor like each parameter, in the parameters' container, or a sequence in their order; for k
+            directions, each with one more dim at the front, of size k.
+        options: ``retain_graph``, ``independent`` and ``max_memory``, as for ``ps.reduce``.
+
+    Returns:
+        (B,), or (B, k) for k directions.
+    """
+    found: Tensor = reduce(losses, params, Dot(direction), **options)[0]
+    return found
+
+
+def project(losses: Tensor, params: Params, projection: Projection, **options: Unpack[Options]) -> Tensor:
+    """Every sample's gradient under a random projection that keeps inner products.
+
+    >>> import torch, persample as ps
+    >>> model = torch.nn.Linear(3, 2)
+    >>> losses = model(torch.ones(5, 3)).square().sum(1)
+    >>> ps.project(losses, model, ps.Projection(dim=16, seed=0)).shape
+    torch.Size([5, 16])
+
+    Args:
+        losses: one loss per sample, of shape (B,), with its graph.
+        params: an ``nn.Module``, a mapping from names to leaf tensors, or a sequence.
+        projection: a `Projection`.
+        options: ``retain_graph``, ``independent`` and ``max_memory``, as for ``ps.reduce``.
+
+    Returns:
+        (B, dim).
+    """
+    found: Tensor = reduce(losses, params, Project(projection), **options)[0]
+    return found
