@@ -1,6 +1,7 @@
-"""Peak memory over that of the forward pass, each method in a process of its own.
+"""Peak memory, each method in a process of its own.
 
-``python -m benchmarks.memory gpt capture`` prints the bytes of one of them.
+``python -m benchmarks.memory gpt norms`` prints two numbers of bytes: what the forward pass leaves behind
+(activations), and how far the method rises above that.
 """
 
 from __future__ import annotations
@@ -22,43 +23,47 @@ import torch
 from .methods import METHODS
 from .workloads import WORKLOADS
 
-MEASURED = ("plain", "capture", "grad")
+MEASURED = ("plain", "norms", "clipped_sum", "grad")
 ROOT = Path(__file__).resolve().parent.parent
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def peaks(workload: str, threads: int, methods: Sequence[str] = MEASURED) -> dict[str, int]:
-    """The peak of every method in bytes, two processes at a time."""
+    """The activations of the forward pass, and how far every method rises above them, two processes at a time."""
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda method: _in_process(workload, method, threads), methods))
-    return dict(zip(methods, found, strict=True))
+    peaks = dict(zip(methods, (extra for _, extra in found), strict=True))
+    return {"activations": max(held for held, _ in found), **peaks}
 
 
-def _in_process(workload: str, method: str, threads: int) -> int:
+def _in_process(workload: str, method: str, threads: int) -> tuple[int, int]:
     command = [sys.executable, "-m", "benchmarks.memory", workload, method, "--threads", str(threads)]
     # The child finds what this process finds, however this one was started.
     env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), *filter(None, sys.path)]))
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
-    return int(done.stdout)
+    held, extra = map(int, done.stdout.split())
+    return held, extra
 
 
-def extra_bytes(workload: str, method: str) -> int:
-    """How far the resident memory rises above its level after the forward pass."""
+def extra_bytes(workload: str, method: str) -> tuple[int, int]:
+    """How far resident memory rises in the forward pass, and at most above that level afterwards."""
     _return_freed_memory()
     small = WORKLOADS[workload].build(batch=2)  # loads the code of every kernel, which is not what is asked
     METHODS[method].prepare(small)(small.losses())
     task = WORKLOADS[workload].build()
     after = METHODS[method].prepare(task)
+    gc.collect()
+    before = _resident()
     losses = task.losses()
     gc.collect()
     _forget_peak()
-    before = _resident()
+    held = _resident()
     kept = after(losses)
     peak = _peak()
     del kept
-    return max(0, peak - before)
+    return max(0, held - before), max(0, peak - held)
 
 
 def _return_freed_memory() -> None:
@@ -100,7 +105,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     warnings.simplefilter("ignore")
-    print(extra_bytes(args.workload, args.method))
+    print(*extra_bytes(args.workload, args.method))
 
 
 if __name__ == "__main__":

@@ -53,12 +53,22 @@ def _grad_out(task: Task) -> After:
     return lambda losses: ps.grad(losses, task.model, out=buffers)
 
 
+def _norms(task: Task) -> After:
+    return lambda losses: ps.norms(losses, task.model)
+
+
+def _clipped_sum(task: Task) -> After:
+    return lambda losses: ps.clipped_sum(losses, task.model, max_norm=1.0)
+
+
 METHODS = {
     m.name: m
     for m in [
         Method("plain", "forward and losses.sum().backward()", _plain),
         Method("walk", "walk and layouts, without forward", _walk, with_forward=False),
         Method("capture", "forward and factors, nothing stacked", _capture),
+        Method("norms", "forward and ps.norms", _norms),
+        Method("clipped_sum", "forward and ps.clipped_sum", _clipped_sum),
         Method("grad", "forward and ps.grad into new buffers", _grad),
         Method("grad_out", "forward and ps.grad(out=)", _grad_out),
     ]

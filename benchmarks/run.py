@@ -27,9 +27,11 @@ COLUMNS = (
     ("plain ms", 9),
     ("walk+layouts", 15),
     ("capture", 12),
+    ("norms", 12),
+    ("clipped_sum", 12),
+    ("grad(out=)", 12),
     ("grad", 14),
-    ("grad(out=)", 14),
-    ("extra MB: plain/capture/grad", 29),
+    ("MB: activations + plain/norms/clipped_sum/grad", 46),
 )
 
 
@@ -87,7 +89,7 @@ def _heading(where: dict[str, Any]) -> str:
 
 
 def _row(result: dict[str, Any]) -> str:
-    methods, extra = result["methods"], result["extra_bytes"]
+    methods = result["methods"]
     walk = methods["walk"]["ratio"]
     return _line(
         [
@@ -95,10 +97,18 @@ def _row(result: dict[str, Any]) -> str:
             str(result["batch"]),
             f"{methods['plain']['ms']['median']:.1f}",
             f"{walk['median']:.1%} ({walk['min']:.1%})",
-            *[_ratio(methods[name]["ratio"]) for name in ("capture", "grad", "grad_out")],
-            " / ".join(f"{extra[name] / 1e6:.0f}" for name in memory.MEASURED) if extra else "-",
+            *[_ratio(methods[name]["ratio"]) for name in ("capture", "norms", "clipped_sum", "grad_out", "grad")],
+            _memory(result["extra_bytes"]),
         ]
     )
+
+
+def _memory(extra: dict[str, int] | None) -> str:
+    """What the forward pass keeps, and how far each method rises above that."""
+    if not extra:
+        return "-"
+    above = " / ".join(f"{extra[name] / 1e6:.0f}" for name in memory.MEASURED)
+    return f"{extra['activations'] / 1e6:.0f} + {above}"
 
 
 def _ratio(ratio: dict[str, float]) -> str:

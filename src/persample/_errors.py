@@ -18,10 +18,10 @@ class UnsupportedError(RuntimeError):
 class NonFiniteError(RuntimeError):
     """Some samples' gradients are infinite or NaN; ``samples`` are their indices."""
 
-    def __init__(self, samples: list[int], batch: int, what: str = "gradients") -> None:
+    def __init__(self, samples: list[int], batch: int) -> None:
         self.samples = samples
         shown = ", ".join(map(str, samples[:20])) + (", …" if len(samples) > 20 else "")
         super().__init__(
-            f"{what} of {len(samples)} of {batch} samples are not finite: {shown}. Look at these samples, or leave "
+            f"gradients of {len(samples)} of {batch} samples are not finite: {shown}. Look at these samples, or leave "
             f"them out with nonfinite='drop'"
         )

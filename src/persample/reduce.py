@@ -88,7 +88,7 @@ def backward(
     if not len(losses):  # an empty batch has no factors, but gradients of zero all the same
         zeros = torch.autograd.grad(losses.sum(), list(tensors.values()), allow_unused=True, retain_graph=retain_graph)
         sums = {name: g for name, g in zip(tensors, zeros, strict=True) if g is not None}
-    reached = [name for name in tensors if name in sums]
+    reached = {id(p): name for name, p in tensors.items() if name in sums}.values()  # a tensor given twice, once
     torch.autograd.backward([tensors[name] for name in reached], [sums[name] for name in reached])
     return clipping
 
@@ -107,8 +107,7 @@ def _run(
         if not isinstance(cast(object, reduction), Reduction):
             hint = f": write {reduction.__name__}()" if isinstance(reduction, type) else ""
             raise TypeError(f"expected reductions such as ps.Norms(), but got {reduction!r}{hint}")
-    if max_memory is not None and (not isinstance(max_memory, int) or max_memory < 0):
-        raise ValueError(f"max_memory must be a number of bytes, not {max_memory!r}")
+    check_memory(max_memory)
     tensors = named(params)
     check_losses(losses)
     space = Workspace(max_memory)
@@ -129,3 +128,9 @@ def _run(
         )
         with torch.no_grad():
             yield run.reductions
+
+
+def check_memory(max_memory: int | None) -> None:
+    """Refuse what is not a number of bytes."""
+    if max_memory is not None and (not isinstance(max_memory, int) or max_memory < 0):
+        raise ValueError(f"max_memory must be a number of bytes, not {max_memory!r}")

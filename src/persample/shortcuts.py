@@ -9,8 +9,9 @@ from torch import Tensor
 from .api import boundary, check_losses
 from .factors import Factor
 from .graph.entry import capture_into
+from .graph.tape import share_nodes
 from .params import Params, named
-from .reduce import reduce
+from .reduce import check_memory, reduce
 from .reductions import ClippedSum, Dot, Gram, Norms, Project, Projection, SecondMoment, Variance
 from .reductions.clipping import Bounds
 from .reductions.groups import Per
@@ -146,13 +147,14 @@ def gram(losses: Tensor, params: Params, other: Tensor | None = None, **options:
         return found
     check_losses(losses)
     check_losses(other)
+    check_memory(options.get("max_memory"))
     factors: dict[str, Factor] = {}
     with boundary(losses):
         capture_into(
             losses,
             named(params),
             factors.__setitem__,
-            retain_graph=options.get("retain_graph", False),
+            retain_graph=options.get("retain_graph", False) or share_nodes(losses, other),
             independent=options.get("independent", False),
         )
     found = reduce(other, params, Gram(factors, len(losses)), **options)[0]

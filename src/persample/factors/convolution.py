@@ -71,7 +71,7 @@ class Convolution(Factor):
         found, holds = [], []
         for some in space.chunks(self.batch, each):
             matrices = as_matrices(self.x[some].to(dtype), self.dy[some].to(dtype), self.size, self.geometry)
-            norms, ok = (row.view(-1, groups) for row in gram_norms(*matrices))
+            norms, ok = (row.view(-1, groups) for row in gram_norms(*matrices, self.dtype))
             found.append(norms.squeeze(1) if groups == 1 else row_norms(norms))
             holds.append(ok.all(1))
         return self.checked(torch.cat(found), torch.cat(holds), space)

@@ -15,7 +15,7 @@ from .workspace import Workspace
 
 # What an element of a stack costs to write and read, in multiplications of a matrix product: once through scratch
 # memory, or kept in fresh pages and read twice.
-_SCRATCH, _KEPT = 30, 100
+_SCRATCH, _KEPT = 30, 75
 
 
 class Outer(Factor):
@@ -100,18 +100,21 @@ class Outer(Factor):
 
     def _product_norms(self) -> Tensor:
         """One position: ‖l ⊗ r‖ = ‖l‖‖r‖, and the groups' norms together."""
-        each = row_norms(self.left.reshape(-1, self.left.shape[-1])) * row_norms(
-            self.right.reshape(-1, self.right.shape[-1])
-        )
+        left, right = (t.reshape(-1, t.shape[-1]) for t in (self.left, self.right))
+        each = row_norms(left) * row_norms(right) * abs(self.scale)
+        most = torch.finfo(self.dtype).max
+        if bool((each > most).any()):  # infinite where an element is too large for the gradients' dtype
+            largest = left.abs().amax(1).to(each) * right.abs().amax(1).to(each) * abs(self.scale)
+            each = each.masked_fill(largest > most, float("inf"))
         groups = each.view(self.batch, -1)
-        return (groups.squeeze(1) if groups.shape[1] == 1 else row_norms(groups)) * abs(self.scale)
+        return groups.squeeze(1) if groups.shape[1] == 1 else row_norms(groups)
 
     def _gram_norms(self, space: Workspace) -> Tensor:
         dtype, found, holds = wide(self.dtype), [], []
         groups, T = prod(self.left.shape[1:-2]), self.positions
         for some in space.chunks(self.batch, 2 * groups * min(T, ROWS) * T * dtype.itemsize):
             left, right = (t[some].to(dtype).reshape(-1, T, t.shape[-1]) for t in (self.left, self.right))
-            norms, ok = (each.view(-1, groups) for each in gram_norms(left, right))
+            norms, ok = (each.view(-1, groups) for each in gram_norms(left, right, self.dtype))
             found.append(norms.squeeze(1) if groups == 1 else row_norms(norms))
             holds.append(ok.all(1))
         return self.checked(torch.cat(found) * abs(self.scale), torch.cat(holds), space)

@@ -31,7 +31,7 @@ def tied_norms(outer: Outer, rows: Rows, space: Workspace) -> tuple[Tensor, Tens
     """The norms of their sum from both norms and the inner product, and which of them hold."""
     a, b = outer.norms(space), rows.norms(space)
     squares = a.square() + b.square() + 2 * _inner(outer, rows, space)
-    return trusted_norms(squares, (a + b).square(), wide(outer.dtype))
+    return trusted_norms(squares, (a + b).square(), wide(outer.dtype), outer.dtype)
 
 
 def _inner(outer: Outer, rows: Rows, space: Workspace) -> Tensor:

@@ -122,3 +122,19 @@ def walk(losses: Tensor, params: Iterable[Tensor]) -> Tape:
     }
     after.reverse()
     return Tape((root, losses.output_nr), after, edges, leaves, others, fed)
+
+
+def share_nodes(a: Tensor, b: Tensor) -> bool:
+    """Were two tensors computed from a common one, other than leaves?"""
+    mine = _inner_nodes(a)
+    return not mine.isdisjoint(_inner_nodes(b))
+
+
+def _inner_nodes(t: Tensor) -> set[Node]:
+    stack, seen = [t.grad_fn], set()
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen and not is_leaf(node):
+            seen.add(node)
+            stack += [child for child, _ in node.next_functions]
+    return seen

@@ -19,8 +19,8 @@ __all__ = ["ROWS", "gram_norms", "trusted_norms"]
 ROWS = 256  # of a Gram matrix at a time
 
 
-def gram_norms(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """For left (N, T, p) and right (N, T, d): norms (N,), and which of them hold."""
+def gram_norms(left: Tensor, right: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """For left (N, T, p) and right (N, T, d): norms (N,), and which of them hold for gradients of the given dtype."""
     n, T = left.shape[:2]
     squares = torch.zeros(n, dtype=widest(left.device), device=left.device)
     size = torch.zeros_like(squares)
@@ -29,7 +29,7 @@ def gram_norms(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         a, b = torch.bmm(left[:, rows], left.mT), torch.bmm(right[:, rows], right.mT)
         size += (a.diagonal(start, 1, 2) * b.diagonal(start, 1, 2)).sqrt().sum(1)
         squares += a.mul_(b).sum((1, 2))
-    norms, holds = trusted_norms(squares, size.square_(), left.dtype)
+    norms, holds = trusted_norms(squares, size.square_(), left.dtype, dtype)
     if not bool(holds.all()):  # perhaps because there is nothing but zeros
         doubtful = (~holds).nonzero().squeeze(1)
         a, b = left[doubtful].flatten(1), right[doubtful].flatten(1)
@@ -39,8 +39,9 @@ def gram_norms(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     return norms, holds
 
 
-def trusted_norms(squares: Tensor, size: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The norms, and which of them hold: not those whose terms cancelled, overflowed or vanished."""
-    info = torch.finfo(dtype)
-    holds = (squares >= info.eps**0.5 * size) & (size > info.tiny / info.eps) & (size < info.max)
+def trusted_norms(squares: Tensor, size: Tensor, computed: torch.dtype, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The norms, and which of them hold: not those whose terms cancelled or vanished, or may overflow."""
+    info = torch.finfo(computed)
+    most = min(info.max, torch.finfo(dtype).max ** 2)
+    holds = (squares >= info.eps**0.5 * size) & (size > info.tiny / info.eps) & (size < most)
     return squares.clamp(min=0).sqrt(), holds

@@ -11,32 +11,35 @@ from torch import Tensor
 
 from .._errors import NonFiniteError
 from ..factors import Factor
+from ..factors.base import Samples
 from .base import Call, Reduction
-from .groups import Groups, Per
+from .groups import Groups, Per, frozen
 from .norms import ParameterNorms
 
 Bounds = float | Sequence[float] | Mapping[str, float]
 Weights = Callable[[Tensor], Tensor]
 
+_LARGEST_WEIGHT = 1e30  # larger ones would not survive float32
 
-class Clipping(NamedTuple):
-    """What a clipped sum did to each sample: its norm before, and the weight it was given.
 
-    Both have shape (B,); with ``per``, they are given in the same form as ``ps.norms(..., per=...)`` gives norms.
-    """
-
+class _Pair(NamedTuple):
     norms: Any
     weights: Any
 
-    @property
-    def dropped(self) -> list[int]:
-        """The samples that were left out because their gradients are not finite."""
-        values = self.norms.values() if isinstance(self.norms, Mapping) else self.norms
-        every = [self.norms] if isinstance(self.norms, Tensor) else list(values)
-        bad: set[int] = set()
-        for norms in every:
-            bad.update((~norms.isfinite()).nonzero().flatten().tolist())
-        return sorted(bad)
+
+class Clipping(_Pair):
+    """What a clipped sum did to each sample: ``norms`` before, and the ``weights`` that were given.
+
+    Both have shape (B,); with ``per``, they come in the form in which ``ps.norms(..., per=...)`` gives norms.
+    ``dropped`` lists the samples that were left out because their gradients are not finite.
+    """
+
+    dropped: list[int]
+
+    def __new__(cls, norms: Any, weights: Any, dropped: list[int]) -> Clipping:
+        pair = super().__new__(cls, norms, weights)
+        pair.dropped = dropped
+        return pair
 
 
 class ClippedDict(dict[str, Tensor]):
@@ -79,21 +82,34 @@ class ClippedSum(Reduction):
         sensitivity: float | None = None,
         nonfinite: Literal["raise", "drop"] = "raise",
     ) -> None:
-        if weights is not None and not (max_norm is None and gamma is None):
-            raise ValueError("give either weights, or max_norm and gamma")
-        if weights is None and max_norm is None:
-            raise ValueError("a clipped sum needs max_norm, or a function for weights")
-        if weights is None and sensitivity is not None:
-            raise ValueError("sensitivity follows from max_norm; it can only be stated for a function of weights")
-        if gamma is not None and not gamma > 0:
-            raise ValueError(f"gamma must be positive, not {gamma!r}")
-        if nonfinite not in ("raise", "drop"):
-            raise ValueError(f"nonfinite must be 'raise' or 'drop', not {nonfinite!r}")
-        self.max_norm, self.per, self.gamma, self.weights, self.nonfinite = max_norm, per, gamma, weights, nonfinite
+        self.max_norm, self.per, self.gamma, self.weights, self.nonfinite = (
+            max_norm,
+            frozen(per),
+            gamma,
+            weights,
+            nonfinite,
+        )
         self._stated = sensitivity
-        for bound in _values(max_norm):
-            if not (isinstance(bound, (int, float)) and 0 < bound < math.inf):
-                raise ValueError(f"max_norm must be positive and finite, not {bound!r}")
+        self._check()
+
+    def _check(self) -> None:
+        if self.weights is None and self.max_norm is None:
+            raise ValueError("a clipped sum needs max_norm, or a function for weights")
+        if self.weights is not None and not (self.max_norm is None and self.gamma is None):
+            raise ValueError("give either weights, or max_norm and gamma")
+        if self.weights is not None and not callable(self.weights):
+            raise TypeError("weights must be a function from norms to weights; for given weights use ps.WeightedSum")
+        if self.weights is None and self._stated is not None:
+            raise ValueError("sensitivity follows from max_norm; it can only be stated for a function of weights")
+        if self._stated is not None and not _positive(self._stated):
+            raise ValueError(f"sensitivity must be positive and finite, not {self._stated!r}")
+        if self.nonfinite not in ("raise", "drop"):
+            raise ValueError(f"nonfinite must be 'raise' or 'drop', not {self.nonfinite!r}")
+        bounds = _values(self.max_norm)
+        if self.max_norm is not None and not (bounds and all(map(_positive, bounds))):
+            raise ValueError(f"max_norm must be positive and finite, not {self.max_norm!r}")
+        if self.gamma is not None and not (_positive(self.gamma) and max(bounds) / self.gamma < _LARGEST_WEIGHT):
+            raise ValueError(f"gamma must be positive, finite and not vanishing beside max_norm, not {self.gamma!r}")
 
     @property
     def sensitivity(self) -> float:
@@ -138,46 +154,44 @@ class ClippedSum(Reduction):
         """How every sample was clipped, and the sums of the parameters that the losses reach."""
         groups, call = self._groups, self._groups.call
         norms = self._norms.by_group(groups)
-        finite = self._finite(list(norms.values()))
-        weights = {key: self._weigh(key, n, finite) for key, n in norms.items()}
-        kept = None if finite is None else finite.nonzero().squeeze(1)
-        sums: dict[str, Tensor] = {}
+        finite = torch.stack([n.isfinite() for n in norms.values()]).all(0)
+        dropped = (~finite).nonzero().flatten().tolist()
+        if dropped and self.nonfinite == "raise":
+            raise NonFiniteError(dropped, call.batch)
+        kept = finite.nonzero().squeeze(1) if dropped else slice(None)
+        weights = {key: torch.zeros_like(n) for key, n in norms.items()}
+        for key, n in norms.items():
+            weights[key][kept] = self._weigh(key, n[kept])
+        sums = {}
         for key, names in groups.members.items():
-            for name in [n for n in names if n in self._factors]:
-                factor, w = self._factors.pop(name), weights[key]
-                if kept is not None:
-                    factor, w = factor[kept.to(factor.device)], w[kept]
-                sums[name] = factor.weighted_sum(w.to(factor.device), call.space).to(factor.dtype)
-        packed = (groups.pack({key: t.to(call.dtype) for key, t in found.items()}) for found in (norms, weights))
-        return Clipping(*packed), sums
+            for name in names:
+                factor = self._factors.pop(name, None)
+                if factor is not None:
+                    sums[name] = self._sum(factor, weights[key], kept)
+        before, given = (groups.pack({k: t.to(call.dtype, copy=True) for k, t in w.items()}) for w in (norms, weights))
+        return Clipping(before, given, dropped), sums
 
-    def _finite(self, norms: list[Tensor]) -> Tensor | None:
-        """Which samples to keep; None if all."""
-        finite = torch.stack([n.isfinite() for n in norms]).all(0) if norms else None
-        if finite is None or bool(finite.all()):
-            return None
-        if self.nonfinite == "raise":
-            raise NonFiniteError((~finite).nonzero().flatten().tolist(), len(finite))
-        return finite
+    def _sum(self, factor: Factor, weights: Tensor, kept: Samples) -> Tensor:
+        """Over the samples that are kept; the others are not multiplied by zero, which would not remove a NaN."""
+        if isinstance(kept, Tensor):
+            factor, weights = factor[kept.to(factor.device)], weights[kept]
+        return factor.weighted_sum(weights.to(factor.device), self._groups.call.space).to(factor.dtype)
 
-    def _weigh(self, key: Hashable, norms: Tensor, finite: Tensor | None) -> Tensor:
+    def _weigh(self, key: Hashable, norms: Tensor) -> Tensor:
         if self.weights is not None:
-            found = self._given_weights(norms)
-        elif self.gamma is not None:
-            found = self._bounds[key] / (norms + self.gamma)
-        else:
-            found = (self._bounds[key] / norms).clamp(max=1)  # a gradient of zero has inf, hence 1
-        found = found if finite is None else torch.where(finite, found, 0)
-        if not bool(found.isfinite().all()):
-            raise NonFiniteError((~found.isfinite()).nonzero().flatten().tolist(), len(found), "weights")
-        return found
+            return self._given_weights(norms)
+        if self.gamma is not None:
+            return self._bounds[key] / (norms + self.gamma)
+        return (self._bounds[key] / norms).clamp(max=1)  # a gradient of zero has inf, hence 1
 
     def _given_weights(self, norms: Tensor) -> Tensor:
         assert self.weights is not None
-        found = self.weights(norms.to(self._groups.call.dtype))
+        found = self.weights(norms.to(self._groups.call.dtype, copy=True))
         if not isinstance(found, Tensor) or found.shape != norms.shape:
             got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
             raise ValueError(f"weights must return one weight per sample, {tuple(norms.shape)}, but returned {got}")
+        if not bool((found.abs() < _LARGEST_WEIGHT).all()):
+            raise ValueError(f"weights must be finite numbers below {_LARGEST_WEIGHT}, but are {found}")
         return found.detach().to(norms)
 
     def _bound_each(self) -> dict[Hashable, float]:
@@ -188,11 +202,15 @@ class ClippedSum(Reduction):
         if isinstance(given, Mapping):
             if set(given) != set(keys):
                 raise ValueError(f"max_norm must have one bound per group: expected {keys}, got {list(given)}")
-            return {key: given[str(key)] for key in keys}
+            return {key: given[key] for key in keys}  # type: ignore[index]
         bounds = [given] * len(keys) if isinstance(given, (int, float)) else list(given)
         if len(bounds) != len(keys):
             raise ValueError(f"max_norm must have one bound per group: expected {len(keys)}, got {len(bounds)}")
         return dict(zip(keys, bounds, strict=True))
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _values(bounds: Bounds | None) -> list[float]:

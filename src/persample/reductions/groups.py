@@ -15,6 +15,27 @@ Group = nn.Module | Iterable[Member]
 Per = str | Sequence[Group] | Mapping[str, Group] | None
 
 
+def frozen(per: Per) -> Per:
+    """Groups that can be gone through again and again, whatever they were given as; nonsense is refused."""
+    if per is None or isinstance(per, str):
+        if per not in (None, "parameter"):
+            raise ValueError(f"per must be None, 'parameter', a list of groups or a dict of them, not {per!r}")
+        return per
+    if isinstance(per, Mapping):
+        return {key: _members(group, key) for key, group in per.items()}
+    if isinstance(per, (Tensor, nn.Module)) or not isinstance(per, Iterable):
+        raise TypeError(f"per must be None, 'parameter', a list of groups or a dict of them, not {type(per).__name__}")
+    return [_members(group, key) for key, group in enumerate(per)]
+
+
+def _members(group: Group, key: Hashable) -> tuple[Member, ...]:
+    if isinstance(group, nn.Module):
+        return (group,)
+    if isinstance(group, (str, Tensor)) or not isinstance(group, Iterable):
+        raise TypeError(f"group {key!r} must be a module or a list of parameters, not {type(group).__name__}")
+    return tuple(group)
+
+
 @dataclass(frozen=True)
 class Groups:
     """Names of parameters by group."""
@@ -29,13 +50,9 @@ class Groups:
         if per is None:
             return cls({None: tuple(call.params)}, per, call)
         if isinstance(per, str):
-            if per != "parameter":
-                raise ValueError(f"per must be None, 'parameter', a list of groups or a dict of them, not {per!r}")
             return cls({name: (name,) for name in call.params}, per, call)
-        if not isinstance(per, (Mapping, Sequence)):
-            raise TypeError(f"per must be None, 'parameter', a list of groups or a dict of them, not {per!r}")
         pairs = per.items() if isinstance(per, Mapping) else enumerate(per)
-        return cls({key: _names(group, key, call.params) for key, group in pairs}, per, call)
+        return cls({key: _names(_members(group, key), key, call.params) for key, group in pairs}, per, call)
 
     def check_partition(self) -> None:
         """Every parameter must be in one group: what is in none would not be bounded."""
@@ -56,25 +73,25 @@ class Groups:
         return dict(found) if isinstance(self.per, Mapping) else tuple(found.values())
 
 
-def _names(group: Group, key: Hashable, params: Mapping[str, Tensor]) -> tuple[str, ...]:
+def _names(group: Iterable[Member], key: Hashable, params: Mapping[str, Tensor]) -> tuple[str, ...]:
     """The parameters of one group, in the order of ``params``."""
-    if isinstance(group, (str, int, Tensor)):
-        raise TypeError(f"group {key!r} must be a module or a list of parameters, not {type(group).__name__}")
     found: set[str] = set()
-    for member in [group] if isinstance(group, nn.Module) else group:
+    for member in group:
         found |= _matching(member, key, params)
     return tuple(name for name in params if name in found)
 
 
 def _matching(member: Member, key: Hashable, params: Mapping[str, Tensor]) -> set[str]:
     if isinstance(member, nn.Module):
-        inside = {id(p) for p in member.parameters()}
-        return {name for name, p in params.items() if id(p) in inside}
-    if isinstance(member, Tensor):
+        inside = {id(p) for p in member.parameters() if p.requires_grad}
+        found = {name for name, p in params.items() if id(p) in inside}
+        if not inside:
+            return found
+    elif isinstance(member, Tensor):
         found = {name for name, p in params.items() if p is member}
     else:
         found = {name for name in params if name == str(member)}
     if not found:
-        what = f"a tensor of shape {tuple(member.shape)}" if isinstance(member, Tensor) else repr(member)
+        what = repr(member) if isinstance(member, (str, int)) else f"a {type(member).__name__}"
         raise ValueError(f"group {key!r} holds {what}, which is none of the parameters {list(params)}")
     return found

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..factors import Factor
 from ..kernels.norms import row_norms
 from .base import Call, Reduction
-from .groups import Groups, Per
+from .groups import Groups, Per, frozen
 
 
 class Norms(Reduction):
@@ -23,7 +23,7 @@ class Norms(Reduction):
     """
 
     def __init__(self, per: Per = None) -> None:
-        self.per = per
+        self.per = frozen(per)
 
     def start(self, call: Call) -> None:
         self._groups, self._found = Groups.of(self.per, call), ParameterNorms(call)
@@ -33,7 +33,9 @@ class Norms(Reduction):
 
     def result(self) -> Any:
         call = self._groups.call
-        return self._groups.pack({key: n.to(call.dtype) for key, n in self._found.by_group(self._groups).items()})
+        return self._groups.pack(
+            {key: n.to(call.dtype, copy=True) for key, n in self._found.by_group(self._groups).items()}
+        )
 
 
 class ParameterNorms:

@@ -37,6 +37,8 @@ class WeightedSum(Reduction):
     """Σ_i weights[i] · gradient i, for every parameter: what a backward from ``(weights * losses).sum()`` gives."""
 
     def __init__(self, weights: Tensor) -> None:
+        if not isinstance(weights, Tensor):
+            raise TypeError(f"weights must be a tensor of shape (B,), not {type(weights).__name__}")
         self.weights = weights
 
     def start(self, call: Call) -> None:
