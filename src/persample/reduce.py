@@ -85,11 +85,14 @@ def backward(
     with _run(losses, params, [reduction], retain_graph, independent, max_memory) as running:
         assert isinstance(running[0], ClippedSum)
         clipping, sums = running[0].clip()
-    if not len(losses):  # an empty batch has no factors, but gradients of zero all the same
-        zeros = torch.autograd.grad(losses.sum(), list(tensors.values()), allow_unused=True, retain_graph=retain_graph)
-        sums = {name: g for name, g in zip(tensors, zeros, strict=True) if g is not None}
-    reached = {id(p): name for name, p in tensors.items() if name in sums}.values()  # a tensor given twice, once
-    torch.autograd.backward([tensors[name] for name in reached], [sums[name] for name in reached])
+    with boundary(losses), torch.enable_grad():
+        if not len(losses):  # an empty batch has no factors, but gradients of zero all the same
+            zeros = torch.autograd.grad(
+                losses.sum(), list(tensors.values()), retain_graph=retain_graph, allow_unused=True
+            )
+            sums = {name: g for name, g in zip(tensors, zeros, strict=True) if g is not None}
+        once = {id(p): name for name, p in tensors.items() if name in sums}  # a tensor may be given twice
+        torch.autograd.backward([tensors[name] for name in once.values()], [sums[name] for name in once.values()])
     return clipping
 
 

@@ -24,8 +24,9 @@ Samples = slice | Tensor  # a range, or the indices of some samples
 class Factor(ABC):
     """The gradients of B samples with respect to one tensor of a given ``shape``."""
 
-    __slots__ = ("_norms",)
+    __slots__ = ("_doubtful", "_norms")
     _norms: Tensor
+    _doubtful: Tensor  # samples whose terms were seen to cancel, or may have
 
     @property
     @abstractmethod
@@ -88,19 +89,40 @@ class Factor(ABC):
     def norms(self, space: Workspace | None = None) -> Tensor:
         """(B,): the norm of every gradient, in float64 (computed once)."""
         if not hasattr(self, "_norms"):
-            self._norms = self._compute_norms(space or Workspace())
+            if self.batch and self.numel:
+                self._norms = self._compute_norms(space or Workspace())
+            else:
+                self._norms = torch.zeros(self.batch, dtype=widest(self.device), device=self.device)
         return self._norms
 
     def _compute_norms(self, space: Workspace) -> Tensor:
-        found = [row_norms(part) for _, part in self.stacks(space)]
-        return torch.cat(found) if found else torch.zeros(0, dtype=widest(self.device), device=self.device)
+        return torch.cat([row_norms(part) for _, part in self.stacks(space)])
 
     def checked(self, norms: Tensor, holds: Tensor, space: Workspace) -> Tensor:
         """Norms that were found in a shorter way, those that do not hold computed from the gradients themselves."""
-        if not bool(holds.all()):
-            doubtful = (~holds).nonzero().squeeze(1)
-            norms[doubtful] = Factor._compute_norms(self[doubtful], space)
+        self._doubtful = (~holds).nonzero().squeeze(1)
+        if len(self._doubtful):
+            norms[self._doubtful] = Factor._compute_norms(self[self._doubtful], space)
         return norms
+
+    def sizes(self) -> Tensor:
+        """(B,): at least the sum of the norms of the terms that `weighted_sum` adds up for each sample."""
+        return self.norms()
+
+    def bounded_sum(self, weights: Tensor, space: Workspace | None = None) -> Tensor:
+        """`weighted_sum`, but no sample adds more than its weight times its norm, up to a few digits.
+
+        Terms that are far larger than the gradient they add up to would carry their rounding into the sum: the
+        gradients of such samples are written out first.
+        """
+        norms = self.norms(space)
+        if not hasattr(self, "_doubtful"):
+            rounding = torch.finfo(wide(self.dtype)).eps
+            self._doubtful = (rounding * self.sizes() > 1e-4 * norms).nonzero().squeeze(1)
+        if not len(self._doubtful):
+            return self.weighted_sum(weights, space)
+        total = self.weighted_sum(weights.index_fill(0, self._doubtful, 0), space)
+        return total + Factor.weighted_sum(self[self._doubtful], weights[self._doubtful], space)
 
     def weighted_sum(self, weights: Tensor, space: Workspace | None = None) -> Tensor:
         """(*shape): Σ_b weights[b] · gradient[b], in float32 or wider."""

@@ -61,6 +61,9 @@ class View(Factor):
     def _compute_norms(self, space: Workspace) -> Tensor:
         return self.base.norms(space) if self.move.keeps else super()._compute_norms(space)
 
+    def sizes(self) -> Tensor:
+        return self.base.sizes() if self.move.keeps else self.norms()
+
     def weighted_sum(self, weights: Tensor, space: Workspace | None = None) -> Tensor:
         if not self.move.keeps:
             return super().weighted_sum(weights, space)
@@ -128,7 +131,12 @@ class Sum(Factor):
         both = tied(self.terms)
         if both is None:
             return super()._compute_norms(space)
-        return self.checked(*tied_norms(*both, space), space)
+        norms = self.checked(*tied_norms(*both, space), space)
+        del self._doubtful  # both terms may have hidden what cancels in each
+        return norms
+
+    def sizes(self) -> Tensor:
+        return torch.stack([term.sizes() for term in self.terms]).sum(0)
 
     def weighted_sum(self, weights: Tensor, space: Workspace | None = None) -> Tensor:
         total = self.terms[0].weighted_sum(weights, space)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from math import prod
 
 import torch
@@ -64,7 +65,7 @@ class Convolution(Factor):
         return T * T * (p + d) + _PATCH * T * d > p * d * (_KEPT if reused else T + _SCRATCH)
 
     def _compute_norms(self, space: Workspace) -> Tensor:
-        if not self.numel or not self.positions or self.prefers_stack(False):
+        if not self.positions or self.prefers_stack(False):
             return super()._compute_norms(space)
         dtype, T, groups = wide(self.dtype), self.positions, self.geometry.groups
         each = groups * T * (2 * min(T, ROWS) + prod(self.size[1:])) * dtype.itemsize
@@ -75,6 +76,10 @@ class Convolution(Factor):
             found.append(norms.squeeze(1) if groups == 1 else row_norms(norms))
             holds.append(ok.all(1))
         return self.checked(torch.cat(found), torch.cat(holds), space)
+
+    def sizes(self) -> Tensor:
+        """As for outer products; every input is in at most as many patches as the kernel has places."""
+        return row_norms(self.x) * row_norms(self.dy) * math.sqrt(prod(self.size[2:]))
 
     def weighted_sum(self, weights: Tensor, space: Workspace | None = None) -> Tensor:
         """The library's own summed gradient, of scaled cotangents."""

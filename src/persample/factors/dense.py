@@ -122,7 +122,7 @@ class Masked(Factor):
         size = self.value.abs().to(widest(self.device))
         index = self.index.expand(self.shape).reshape(-1)
         largest = size.new_zeros(self._batch + 1)
-        largest.index_reduce_(0, torch.where(index < 0, self._batch, index), size.reshape(-1), "amax")
+        largest.scatter_reduce_(0, torch.where(index < 0, self._batch, index), size.reshape(-1), "amax")
         scale = torch.where((largest > 0) & largest.isfinite(), largest, 1)
         return self._per_sample((size / scale[self.index]).square()).sqrt() * scale[: self._batch]
 

@@ -92,7 +92,7 @@ class Outer(Factor):
         return T * T * (p + d) > p * d * (_KEPT if reused else T + _SCRATCH)
 
     def _compute_norms(self, space: Workspace) -> Tensor:
-        if not self.numel or not self.positions:
+        if not self.positions:
             return torch.zeros(self.batch, dtype=widest(self.device), device=self.device)
         if self.positions == 1:
             return self._product_norms()
@@ -118,6 +118,12 @@ class Outer(Factor):
             found.append(norms.squeeze(1) if groups == 1 else row_norms(norms))
             holds.append(ok.all(1))
         return self.checked(torch.cat(found) * abs(self.scale), torch.cat(holds), space)
+
+    def sizes(self) -> Tensor:
+        """Σ_t ‖l_t‖‖r_t‖ ≤ ‖l‖‖r‖."""
+        if self.positions <= 1:
+            return self.norms()
+        return row_norms(self.left) * row_norms(self.right) * abs(self.scale)
 
     def weighted_sum(self, weights: Tensor, space: Workspace | None = None) -> Tensor:
         """One product (weights · left)ᵀ @ right over all samples and positions."""

@@ -90,10 +90,14 @@ class Rows(Factor):
     def _compute_norms(self, space: Workspace) -> Tensor:
         sample, _, totals = self._summed()
         each = row_norms(totals)
-        largest = each.new_zeros(self.batch).index_reduce_(0, sample, each, "amax")
+        largest = each.new_zeros(self.batch).scatter_reduce_(0, sample, each, "amax")
         scale = torch.where((largest > 0) & largest.isfinite(), largest, 1)
         squares = torch.zeros_like(scale).index_add_(0, sample, (each / scale[sample]).square())
         return squares.sqrt() * scale
+
+    def sizes(self) -> Tensor:
+        """Σ_t ‖dy_t‖."""
+        return row_norms(self.dy.flatten(0, 1)).view(self.ids.shape).sum(1)
 
     def weighted_sum(self, weights: Tensor, space: Workspace | None = None) -> Tensor:
         dtype = wide(self.dtype)
@@ -140,7 +144,7 @@ class Rows(Factor):
 
     def _only(self, ids: Tensor) -> Rows:
         """The table of the sorted ``ids`` alone."""
-        place = torch.searchsorted(ids, self.ids).clamp(max=len(ids) - 1)
+        place = torch.searchsorted(ids, self.ids.contiguous()).clamp(max=len(ids) - 1)
         return Rows(place.masked_fill(ids[place] != self.ids, -1), self.dy, len(ids))
 
     def compress(self, left: Tensor, right: Tensor, space: Workspace | None = None) -> Tensor:

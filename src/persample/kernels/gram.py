@@ -41,7 +41,7 @@ def gram_norms(left: Tensor, right: Tensor, dtype: torch.dtype) -> tuple[Tensor,
 
 def trusted_norms(squares: Tensor, size: Tensor, computed: torch.dtype, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The norms, and which of them hold: not those whose terms cancelled or vanished, or may overflow."""
-    info = torch.finfo(computed)
-    most = min(info.max, torch.finfo(dtype).max ** 2)
+    info, largest = torch.finfo(computed), torch.finfo(dtype).max
+    most = min(info.max, largest * largest)
     holds = (squares >= info.eps**0.5 * size) & (size > info.tiny / info.eps) & (size < most)
     return squares.clamp(min=0).sqrt(), holds

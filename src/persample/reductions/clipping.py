@@ -175,7 +175,7 @@ class ClippedSum(Reduction):
         """Over the samples that are kept; the others are not multiplied by zero, which would not remove a NaN."""
         if isinstance(kept, Tensor):
             factor, weights = factor[kept.to(factor.device)], weights[kept]
-        return factor.weighted_sum(weights.to(factor.device), self._groups.call.space).to(factor.dtype)
+        return factor.bounded_sum(weights.to(factor.device), self._groups.call.space).to(factor.dtype)
 
     def _weigh(self, key: Hashable, norms: Tensor) -> Tensor:
         if self.weights is not None:
