@@ -15,6 +15,8 @@ from .graph.entry import capture_into
 from .params import Params, named, pack
 from .reductions import Call, ClippedSum, Clipping, Reduction, Run
 
+_LEAST = 2**22  # bytes for temporaries, however small the model
+
 
 def reduce(
     losses: Tensor,
@@ -116,7 +118,7 @@ def _run(
     space = Workspace(max_memory)
 
     def default_limit(activations: int) -> None:
-        space.limit = activations
+        space.limit = max(activations, _LEAST)
 
     with boundary(losses):
         call = Call(tensors, len(losses), losses.device, lambda found: pack(params, found), space)

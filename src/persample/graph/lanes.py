@@ -61,6 +61,8 @@ class Lanes:
         """(N, ...) -> (B, ...)."""
         if self._rows is None:
             rest = t.shape[1:]
+            if self.a == self.b == 1:
+                return t.reshape(self.batch, *rest)
             return t.reshape(self.a, self.batch, self.b, *rest).sum((0, 2))
         rows = self._rows.to(t.device)
         live = rows >= 0
@@ -100,10 +102,9 @@ def sum_per_sample(t: Tensor, layout: Layout, target: Shape) -> Tensor:
         return _sum_labelled(t, layout, reduced, varying, target)
     (dim,), (a, b) = varying, parts
     if dim == 0 and a == 1 and len(reduced) == len(shape) - len(target) and shape[len(reduced) :] == target:
-        rows = (
-            prod(shape[: len(reduced)]) // layout.batch
-        )  # batch first, a parameter of the last dims: one view, one sum
-        return t.reshape(layout.batch, rows, *target).sum(1)
+        rows = prod(shape[: len(reduced)]) // layout.batch  # batch first, a parameter of the last dims: one view
+        grouped = t.reshape(layout.batch, rows, *target)
+        return grouped.squeeze(1) if rows == 1 else grouped.sum(1)
     wide: Tensor = t.unflatten(dim, (a, layout.batch, b))
     over = [d for d in reduced if d < dim] + [dim, dim + 2] + [d + 2 for d in reduced if d > dim]
     over = [d for d in over if wide.shape[d] != 1]

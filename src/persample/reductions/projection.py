@@ -39,8 +39,10 @@ class Projection:
     kind: Kind = "rademacher"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.dim, int) or self.dim < 1:
+        if not isinstance(self.dim, int) or isinstance(self.dim, bool) or self.dim < 1:
             raise ValueError(f"dim must be a positive integer, not {self.dim!r}")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+            raise ValueError(f"seed must be an integer, not {self.seed!r}")
         if self.kind not in ("rademacher", "gaussian", "kronecker"):
             raise ValueError(f"kind must be 'rademacher', 'gaussian' or 'kronecker', not {self.kind!r}")
 
