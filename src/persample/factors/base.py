@@ -86,6 +86,10 @@ class Factor(ABC):
             part = self if some.stop - some.start == self.batch else self[some]
             yield some, part.stack(buffer)
 
+    def elements(self, start: int, stop: int) -> Tensor | None:
+        """(B, stop - start): a range of every flattened gradient; None if that costs as much as all of it."""
+        return None
+
     def norms(self, space: Workspace | None = None) -> Tensor:
         """(B,): the norm of every gradient, in float64 (computed once)."""
         if not hasattr(self, "_norms"):
@@ -154,11 +158,23 @@ class Factor(ABC):
         space = space or Workspace()
         dtype = wide(self.dtype).to_real()
         found = torch.empty(self.batch, other.batch, dtype=dtype, device=self.device)
+        if self.stack_bytes > space.limit and self._gram_by_elements(other, space, found):
+            return found
         for mine, part in self.stacks(space.whole()):
             rows = real_rows(part)
             for theirs, against in other.stacks(space):
                 torch.mm(rows, real_rows(against).to(dtype).t(), out=found[mine, theirs])
         return found
+
+    def _gram_by_elements(self, other: Factor, space: Workspace, found: Tensor) -> bool:
+        """All samples at once, a range of elements at a time; False if there is no short way to ranges."""
+        found.zero_()
+        for some in space.chunks(self.numel, (self.batch + other.batch) * found.dtype.itemsize):
+            mine, theirs = (f.elements(some.start, some.stop) for f in (self, other))
+            if mine is None or theirs is None:
+                return False
+            found.addmm_(mine.to(found.dtype), theirs.to(found.dtype).t())
+        return True
 
     def compress(self, left: Tensor, right: Tensor, space: Workspace | None = None) -> Tensor:
         """(B, k, l): leftᵀ · gradient · right for left (n, k) and right (m, l), gradients seen as n x m matrices."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..kernels.norms import wide
 from .base import Factor, Samples, Shape, deliver
 from .dense import Dense
-from .moves import Cast, Move
+from .moves import Cast, Move, Reshape
 from .outer import Outer
 from .rows import Rows
 from .tied import tied, tied_norms
@@ -54,6 +54,11 @@ class View(Factor):
 
     def add_to(self, out: Tensor) -> None:
         out += self.move(self.base.stack())
+
+    def elements(self, start: int, stop: int) -> Tensor | None:
+        plain = isinstance(self.move, Reshape) or (isinstance(self.move, Cast) and self.move.keeps)
+        found = self.base.elements(start, stop) if plain else None
+        return None if found is None else found.to(self.dtype)
 
     def prefers_stack(self, reused: bool) -> bool:
         return self.base.prefers_stack(reused) if self.move.keeps else True
@@ -122,6 +127,15 @@ class Sum(Factor):
             total = total.clone()  # a dense term lends its own storage
         for term in self.terms[1:]:
             term.add_to(total)
+        return total
+
+    def elements(self, start: int, stop: int) -> Tensor | None:
+        total: Tensor | None = None
+        for term in self.terms:
+            part = term.elements(start, stop)
+            if part is None:
+                return None
+            total = part if total is None else total + part
         return total
 
     def prefers_stack(self, reused: bool) -> bool:

@@ -54,6 +54,14 @@ class Convolution(Factor):
             return deliver(self.stack(), out)
         return weight_per_sample(self.x, self.dy, self.size, self.geometry, out=out)
 
+    def elements(self, start: int, stop: int) -> Tensor | None:
+        if self.geometry.groups != 1 or self.geometry.transposed:
+            return None
+        row = prod(self.size[1:])
+        first, last = start // row, (stop - 1) // row + 1
+        channels = Convolution(self.x, self.dy[:, :, first:last], (last - first, *self.size[1:]), self.geometry)
+        return channels.stack().flatten(1)[:, start - first * row : stop - first * row]
+
     @property
     def positions(self) -> int:
         """T: places of the kernel, over all images of a sample."""

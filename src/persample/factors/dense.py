@@ -49,6 +49,9 @@ class Dense(Factor):
     def stacks(self, space: Workspace) -> Iterator[tuple[slice, Tensor]]:
         yield slice(0, self.batch), self.value
 
+    def elements(self, start: int, stop: int) -> Tensor | None:
+        return None if self.dtype.is_complex else self.value.reshape(self.batch, self.numel)[:, start:stop]
+
     def add_to(self, out: Tensor) -> None:
         out += self.value
 

@@ -82,6 +82,18 @@ class Outer(Factor):
         else:
             out += self.stack()
 
+    def elements(self, start: int, stop: int) -> Tensor | None:
+        if self.left.ndim != 3 or self.dtype.is_complex:
+            return None
+        d = self.right.shape[-1]
+        first, last = start // d, (stop - 1) // d + 1
+        rows = Outer(self.left[..., first:last], self.right, self.scale)
+        if last - first == 1:
+            rows.right, start, stop = self.right[..., start - first * d : stop - first * d], 0, stop - start
+        else:
+            start, stop = start - first * d, stop - first * d
+        return rows.stack().flatten(1)[:, start:stop]
+
     def prefers_stack(self, reused: bool) -> bool:
         """Whether T²(p + d) is more than T·p·d and the stack's traffic; if it is reused, it also saves T·p·d later."""
         T, p, d = self.positions, self.left.shape[-1], self.right.shape[-1]

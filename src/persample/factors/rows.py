@@ -76,6 +76,15 @@ class Rows(Factor):
         values = self.dy.reshape(len(places), *self.dy.shape[2:])
         return (places, values) if bool(live.all()) else (places[live], values[live])
 
+    def elements(self, start: int, stop: int) -> Tensor | None:
+        if self.dtype.is_complex:
+            return None
+        row = prod(self.shape[1:])
+        first, last = start // row, (stop - 1) // row + 1
+        inside = (self.ids >= first) & (self.ids < last)
+        part = Rows((self.ids - first).masked_fill(~inside, -1), self.dy, last - first)
+        return part.stack().flatten(1)[:, start - first * row : stop - first * row]
+
     def prefers_stack(self, reused: bool) -> bool:
         return False
 

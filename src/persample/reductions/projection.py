@@ -14,7 +14,7 @@ from ..factors import Factor
 from ..factors.base import real_rows
 from .base import Call, Reduction
 
-_ELEMENTS = 2**20  # of a projection matrix at a time; a constant, as the numbers depend on it
+_ELEMENTS = 2**18  # of a projection matrix at a time; a constant, as the numbers depend on it
 
 Kind = Literal["rademacher", "gaussian", "kronecker"]
 
@@ -62,7 +62,7 @@ class Projection:
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows ``start`` to ``stop`` of a parameter's matrix (numel, dim), of one block as `blocks` gives them."""
-        return self._random(f"{name}/{start}", stop - start, self.dim) / sqrt(self.dim)
+        return self._random(f"{name}/{start}", stop - start, self.dim)
 
     def blocks(self, numel: int) -> list[tuple[int, int]]:
         """A parameter's elements in the ranges that are generated together."""
@@ -72,18 +72,21 @@ class Projection:
     def two_sides(self, name: str, n: int, m: int) -> tuple[Tensor, Tensor]:
         """The matrices (n, rows) and (m, columns) that an n x m gradient is multiplied by."""
         rows, columns = self.sides
-        left, right = self._random(f"{name}/left", n, rows), self._random(f"{name}/right", m, columns)
-        return left / sqrt(rows), right / sqrt(columns)
+        return self._random(f"{name}/left", n, rows), self._random(f"{name}/right", m, columns)
 
     def _random(self, what: str, rows: int, columns: int) -> Tensor:
-        """Independent entries with mean 0 and variance 1, in float32 on the CPU."""
+        """Independent entries with mean 0 and variance 1 / columns, in float32 on the CPU."""
         digest = blake2b(f"{self.seed}/{what}".encode(), digest_size=8).digest()
         generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest) >> 1)
         if self.kind == "gaussian":
-            return torch.randn(rows, columns, generator=generator, dtype=torch.float32, device="cpu")
+            entries = torch.randn(rows, columns, generator=generator, dtype=torch.float32, device="cpu")
+            return entries.mul_(1 / sqrt(columns))
         count = rows * columns
-        octets = torch.randint(256, (-(-count // 8),), generator=generator, dtype=torch.uint8, device="cpu")
-        return _SIGNS.index_select(0, octets.to(torch.int32)).view(-1)[:count].view(rows, columns)
+        words = torch.empty(-(-count // 64), dtype=torch.int64, device="cpu").random_(
+            -(2**63), None, generator=generator
+        )
+        signs = (_SIGNS / sqrt(columns)).index_select(0, words.view(torch.uint8).to(torch.int32))
+        return signs.view(-1)[:count].view(rows, columns)
 
 
 # The eight bits of every octet as signs.
@@ -113,12 +116,25 @@ class Project(Reduction):
             self._add_blocks(name, factor, n * m)
 
     def _add_blocks(self, name: str, factor: Factor, numel: int) -> None:
-        """Chunks of samples outside, as a matrix costs as much to generate as to use for many of them."""
-        for some, part in factor.stacks(self._call.space.whole()):
-            rows = real_rows(part)
-            for start, stop in self.projection.blocks(numel):
-                matrix = self.projection.rows(name, start, stop).to(rows)
-                self._found[some] += (rows[:, start:stop] @ matrix).to(self._found)
+        """A matrix costs as much to generate as to use: all samples share it where the factor gives ranges."""
+        space, blocks = self._call.space.whole(), self.projection.blocks(numel)
+        if factor.stack_bytes > space.limit and factor.elements(0, 1) is not None:
+            size = factor.batch * blocks[0][1] * factor.dtype.itemsize
+            for some in space.chunks(len(blocks), size):
+                first, last = blocks[some.start][0], blocks[some.stop - 1][1]
+                part = factor.elements(first, last)
+                assert part is not None
+                self._multiply(slice(None), real_rows(part), name, blocks[some])
+        else:
+            for samples, stack in factor.stacks(space):
+                self._multiply(samples, real_rows(stack), name, blocks)
+
+    def _multiply(self, samples: slice, rows: Tensor, name: str, blocks: list[tuple[int, int]]) -> None:
+        """Rows that hold the elements of some blocks, times those blocks of the matrix."""
+        offset = blocks[0][0] if blocks else 0
+        for start, stop in blocks:
+            matrix = self.projection.rows(name, start, stop).to(rows)
+            self._found[samples] += (rows[:, start - offset : stop - offset] @ matrix).to(self._found)
 
     def result(self) -> Tensor:
         return self._found.to(self._call.dtype)
