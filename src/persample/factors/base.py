@@ -169,7 +169,8 @@ class Factor(ABC):
     def _gram_by_elements(self, other: Factor, space: Workspace, found: Tensor) -> bool:
         """All samples at once, a range of elements at a time; False if there is no short way to ranges."""
         found.zero_()
-        for some in space.chunks(self.numel, (self.batch + other.batch) * found.dtype.itemsize):
+        both = self.batch + other.batch
+        for some in space.chunks(self.numel, both * found.dtype.itemsize, least=self.numel // both):
             mine, theirs = (f.elements(some.start, some.stop) for f in (self, other))
             if mine is None or theirs is None:
                 return False

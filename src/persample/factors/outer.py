@@ -21,10 +21,11 @@ _SCRATCH, _KEPT = 30, 75
 class Outer(Factor):
     """gradient[b] = Σ_t left[b, t] ⊗ right[b, t], for left (B, *G, T, p) and right (B, *G, T, d): (B, *G, p, d)."""
 
-    __slots__ = ("left", "right", "scale")
+    __slots__ = ("left", "memo", "right", "scale")
 
-    def __init__(self, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
+    def __init__(self, left: Tensor, right: Tensor, scale: float = 1.0, memo: dict[str, Tensor] | None = None) -> None:
         self.left, self.right, self.scale = left, right, scale
+        self.memo = memo  # what factors with the same ``left`` share
 
     @property
     def batch(self) -> int:
@@ -126,7 +127,8 @@ class Outer(Factor):
         groups, T = prod(self.left.shape[1:-2]), self.positions
         for some in space.chunks(self.batch, 2 * groups * min(T, ROWS) * T * dtype.itemsize):
             left, right = (t[some].to(dtype).reshape(-1, T, t.shape[-1]) for t in (self.left, self.right))
-            norms, ok = (each.view(-1, groups) for each in gram_norms(left, right, self.dtype))
+            memo = self.memo if len(left) == self.batch * groups else None
+            norms, ok = (each.view(-1, groups) for each in gram_norms(left, right, self.dtype, memo))
             found.append(norms.squeeze(1) if groups == 1 else row_norms(norms))
             holds.append(ok.all(1))
         return self.checked(torch.cat(found) * abs(self.scale), torch.cat(holds), space)

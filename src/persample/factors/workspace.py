@@ -29,10 +29,10 @@ class Workspace:
             self._whole = Workspace(self.limit, self.limit)
         return self._whole
 
-    def chunks(self, batch: int, bytes_each: int) -> Iterator[slice]:
-        """The batch in slices, each with as many samples as fit."""
-        step = max(1, min(batch, min(self.limit, self._usual) // max(1, bytes_each)))
-        return (slice(start, min(start + step, batch)) for start in range(0, batch, step))
+    def chunks(self, count: int, bytes_each: int, least: int = 1) -> Iterator[slice]:
+        """``count`` samples or elements in slices, each with as many as fit, but with ``least`` of them."""
+        step = max(least, 1, min(count, min(self.limit, self._usual) // max(1, bytes_each)))
+        return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """An uninitialised tensor, valid until the next one is taken."""

@@ -19,16 +19,26 @@ __all__ = ["ROWS", "gram_norms", "trusted_norms"]
 ROWS = 256  # of a Gram matrix at a time
 
 
-def gram_norms(left: Tensor, right: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """For left (N, T, p) and right (N, T, d): norms (N,), and which of them hold for gradients of the given dtype."""
+def gram_norms(
+    left: Tensor, right: Tensor, dtype: torch.dtype, memo: dict[str, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """For left (N, T, p) and right (N, T, d): norms (N,), and which of them hold for gradients of the given dtype.
+
+    ``memo`` is for calls with the same ``left``.
+    """
     n, T = left.shape[:2]
     squares = torch.zeros(n, dtype=widest(left.device), device=left.device)
     size = torch.zeros_like(squares)
     for start in range(0, T, ROWS):
         rows = slice(start, start + ROWS)
-        a, b = torch.bmm(left[:, rows], left.mT), torch.bmm(right[:, rows], right.mT)
+        a = memo.get("gram") if memo else None
+        if a is None:
+            a = torch.bmm(left[:, rows], left.mT)
+            if memo is not None and T <= ROWS:
+                memo["gram"] = a
+        b = torch.bmm(right[:, rows], right.mT)
         size += (a.diagonal(start, 1, 2) * b.diagonal(start, 1, 2)).sqrt().sum(1)
-        squares += a.mul_(b).sum((1, 2))
+        squares += b.mul_(a).sum((1, 2))
     norms, holds = trusted_norms(squares, size.square_(), left.dtype, dtype)
     if not bool(holds.all()):  # perhaps because there is nothing but zeros
         doubtful = (~holds).nonzero().squeeze(1)

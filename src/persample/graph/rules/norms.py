@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from ...factors import Dense, Factor
+from ...kernels.norms import wide
 from ..flows.fibres import BATCH_NORMS, normalises_batch
 from ..lanes import sum_per_sample
-from ..layout import Shape
+from ..layout import Shape, carry
+from .broadcast import dense
 from .registry import Use, rule
 
 
@@ -44,15 +46,23 @@ def rms_norm(use: Use) -> Factor | None:
 
 @rule("NativeGroupNorm")
 def group_norm(use: Use) -> Factor | None:
-    """x̂ normalised over each group of channels."""
-
-    def normalised() -> Tensor:
-        x, groups = use.site.tensor("input"), use.site.number("group")
-        mean, rstd = (use.site.tensor(name).reshape(len(x), groups, 1) for name in ("result1", "result2"))
-        grouped = x.reshape(len(x), groups, prod(x.shape[1:]) // groups)
-        return ((grouped - mean) * rstd).reshape(x.shape)
-
-    return _affine(use, _channels(use), normalised)
+    """x̂ normalised over each group of channels: Σ g x̂ = (Σ g x - mean Σ g) · rstd, positions summed first."""
+    if use.k == 0:
+        return None
+    site = use.site
+    if "sums" not in site.memo:
+        g = use.g.to(wide(use.g.dtype))
+        positions = prod(g.shape[2:])
+        site.memo["sums"] = [t.reshape(*g.shape[:2], positions).sum(2) for t in (g * site.tensor("input"), g)]
+    with_x, value = site.memo["sums"]
+    if use.k == 1:
+        n, channels = value.shape
+        groups = site.number("group")
+        mean, rstd = (site.tensor(name).reshape(n, groups, 1) for name in ("result1", "result2"))
+        with_x, alone = (t.view(n, groups, channels // groups) for t in (with_x, value))
+        value = ((with_x - mean * alone) * rstd).view(n, channels)
+    layout = carry(use.layout, tuple(use.g.shape), tuple(value.shape), (0, 1, *[None] * (use.g.ndim - 2)))
+    return None if layout is None else dense(value.to(site.metadata(use.k).dtype), layout, use.target)
 
 
 @rule(BATCH_NORMS)

@@ -17,12 +17,18 @@ def fused_lstm(use: Use) -> Factor | None:
     lanes = _columns(use)
     if lanes is None or not 1 <= use.k <= 4:
         return None
-    dgates, previous = _replayed(use)
-    dy = lanes.group(dgates.transpose(0, 1)).flatten(1, 2)
+    memo = use.site.memo
+    if "dy" not in memo:  # all weights of the layer share it
+        dgates, memo["previous"] = _replayed(use)
+        memo["dy"], memo["shared"] = lanes.group(dgates.transpose(0, 1)).flatten(1, 2), {}
+    dy: Tensor = memo["dy"]
     if use.k >= 3:
-        return Dense(dy.sum(1).to(use.site.metadata(use.k).dtype))
-    x = use.site.tensor("input").to(dgates.dtype) if use.k == 1 else previous
-    return Outer(dy, lanes.group(x.transpose(0, 1)).flatten(1, 2))
+        if "bias" not in memo:
+            memo["bias"] = Dense(dy.sum(1).to(use.site.metadata(use.k).dtype))
+        bias: Dense = memo["bias"]
+        return bias
+    x: Tensor = use.site.tensor("input").to(dy.dtype) if use.k == 1 else memo["previous"]
+    return Outer(dy, lanes.group(x.transpose(0, 1)).flatten(1, 2), memo=memo["shared"])
 
 
 def _columns(use: Use) -> Lanes | None:
@@ -41,20 +47,17 @@ def _columns(use: Use) -> Lanes | None:
 
 
 def _replayed(use: Use) -> tuple[Tensor, Tensor]:
-    """Gate cotangents and previous states, computed once for all weights of the layer."""
+    """Gate cotangents and previous states of every step."""
     site = use.site
-    if "replayed" not in site.memo:
-        biases = (site.tensor("weight2"), site.tensor("weight3")) if site.value("has_biases") else None
-        weights = (site.tensor("weight0"), site.tensor("weight1"))
-        states = (site.tensor("hx_"), site.tensor("cx_"))
-        layer = LstmLayer(
-            site.tensor("input"),
-            *states,
-            *weights,
-            biases,
-            site.tensor("result0"),
-            bool(site.value("reverse")),
-        )
-        site.memo["replayed"] = lstm_gate_cotangents(layer, *use.cotangents)
-    found: tuple[Tensor, Tensor] = site.memo["replayed"]
-    return found
+    biases = (site.tensor("weight2"), site.tensor("weight3")) if site.value("has_biases") else None
+    layer = LstmLayer(
+        site.tensor("input"),
+        site.tensor("hx_"),
+        site.tensor("cx_"),
+        site.tensor("weight0"),
+        site.tensor("weight1"),
+        biases,
+        site.tensor("result0"),
+        bool(site.value("reverse")),
+    )
+    return lstm_gate_cotangents(layer, *use.cotangents)
