@@ -19,9 +19,12 @@ class NonFiniteError(RuntimeError):
     """Some samples' gradients are infinite or NaN; ``samples`` are their indices."""
 
     def __init__(self, samples: list[int], batch: int) -> None:
-        self.samples = samples
-        shown = ", ".join(map(str, samples[:20])) + (", …" if len(samples) > 20 else "")
-        super().__init__(
-            f"gradients of {len(samples)} of {batch} samples are not finite: {shown}. Look at these samples, or leave "
-            f"them out with nonfinite='drop'"
+        super().__init__(samples, batch)
+        self.samples, self.batch = samples, batch
+
+    def __str__(self) -> str:
+        shown = ", ".join(map(str, self.samples[:20])) + (", …" if len(self.samples) > 20 else "")
+        return (
+            f"gradients of {len(self.samples)} of {self.batch} samples are not finite: {shown}. Look at these samples, "
+            f"or leave them out with nonfinite='drop'"
         )

@@ -18,6 +18,8 @@ from ..kernels.norms import row_norms, wide, widest
 from .workspace import Workspace
 
 Shape = tuple[int, ...]
+_SMALLEST_WEIGHT = 1e-30  # below, float32 loses digits
+
 Samples = slice | Tensor  # a range, or the indices of some samples
 
 
@@ -121,12 +123,24 @@ class Factor(ABC):
         """
         norms = self.norms(space)
         if not hasattr(self, "_doubtful"):
-            rounding = torch.finfo(wide(self.dtype)).eps
-            self._doubtful = (rounding * self.sizes() > 1e-4 * norms).nonzero().squeeze(1)
-        if not len(self._doubtful):
+            dtype = wide(self.dtype).to_real()
+            digits = 1e-9 if dtype == torch.float64 else 1e-4
+            self._doubtful = (torch.finfo(dtype).eps * self.sizes() > digits * norms).nonzero().squeeze(1)
+        vanishing = ((weights < _SMALLEST_WEIGHT) & (weights > 0)).nonzero().squeeze(1)
+        if not len(self._doubtful) and not len(vanishing):
             return self.weighted_sum(weights, space)
-        total = self.weighted_sum(weights.index_fill(0, self._doubtful, 0), space)
-        return total + Factor.weighted_sum(self[self._doubtful], weights[self._doubtful], space)
+        apart = torch.cat([self._doubtful, vanishing]).unique()
+        total = self.weighted_sum(weights.index_fill(0, apart, 0), space)
+        return total + self[apart]._written_sum(weights[apart], space or Workspace())
+
+    def _written_sum(self, weights: Tensor, space: Workspace) -> Tensor:
+        """`weighted_sum` of gradients that are written out, in float64."""
+        total = torch.zeros(self.shape, dtype=wide(self.dtype), device=self.device)
+        into = real_rows(total.unsqueeze(0)).squeeze(0)
+        for some, part in self.stacks(space):
+            for weight, row in zip(weights[some], real_rows(part), strict=True):
+                into += (row.to(weight.dtype) * weight).to(into.dtype)
+        return total
 
     def weighted_sum(self, weights: Tensor, space: Workspace | None = None) -> Tensor:
         """(*shape): Σ_b weights[b] · gradient[b], in float32 or wider."""
@@ -138,14 +152,20 @@ class Factor(ABC):
         return total
 
     def sum_squares(self, center: Tensor | None = None, space: Workspace | None = None) -> Tensor:
-        """(*shape): Σ_b |gradient[b] - center|², in float32 or wider."""
-        total = torch.zeros(self.shape, dtype=wide(self.dtype).to_real(), device=self.device)
+        """(*shape): Σ_b |gradient[b]|², in float32 or wider; with a ``center`` near the mean, of deviations from it.
+
+        The center only has to be near: Σ|g - mean|² = Σ|g - c|² - |Σ(g - c)|² / B for any c.
+        """
+        dtype = wide(self.dtype)
+        total = torch.zeros(self.shape, dtype=dtype.to_real(), device=self.device)
+        off = torch.zeros(self.shape, dtype=dtype, device=self.device) if center is not None else None
         for _, part in self.stacks(space or Workspace()):
-            rows = part.to(wide(self.dtype))
-            if center is not None:
-                rows = rows - center.to(rows.dtype)
-            total += (rows.abs() if rows.is_complex() else rows).square().sum(0)
-        return total
+            rows = part.to(dtype)
+            if center is not None and off is not None:
+                rows = rows - center.to(dtype)
+                off += rows.sum(0)
+            total += squares(rows).sum(0)
+        return total if off is None else total.sub_(squares(off) / self.batch).clamp_(min=0)
 
     def dot(self, directions: Tensor, space: Workspace | None = None) -> Tensor:
         """(B, k): the inner product of every gradient with each of ``directions`` (k, *shape)."""
@@ -191,6 +211,11 @@ class Factor(ABC):
 def deliver(value: Tensor, out: Tensor | None) -> Tensor:
     """Return ``value``, through the buffer ``out`` if there is one."""
     return value if out is None else out.copy_(value)
+
+
+def squares(t: Tensor) -> Tensor:
+    """|t|²."""
+    return (t.abs() if t.is_complex() else t).square()
 
 
 def real_rows(stack: Tensor) -> Tensor:

@@ -125,10 +125,10 @@ class Cast(Move):
         return self.dtype != torch.float16 and self.base.is_complex == self.dtype.is_complex
 
     def __call__(self, stack: Tensor) -> Tensor:
-        return stack.to(self.dtype)
+        return _real_part(stack, self.dtype).to(self.dtype)
 
     def back(self, stack: Tensor) -> Tensor:
-        return stack.real if stack.is_complex() and not self.base.is_complex else stack
+        return _real_part(stack, self.base)
 
 
 @dataclass(frozen=True)
@@ -142,3 +142,7 @@ class AsComplex(Move):
 
     def back(self, stack: Tensor) -> Tensor:
         return torch.view_as_real(stack.resolve_conj())
+
+
+def _real_part(stack: Tensor, dtype: torch.dtype) -> Tensor:
+    return stack.real if stack.is_complex() and not dtype.is_complex else stack

@@ -153,15 +153,14 @@ class Outer(Factor):
         return torch.einsum("b...tp,b...td->...pd", left, right)
 
     def sum_squares(self, center: Tensor | None = None, space: Workspace | None = None) -> Tensor:
-        """One position: Σ (l ⊗ r - c)² = (l²)ᵀ(r²) - 2c∘(lᵀr) + Bc², in float64, as the terms may cancel."""
+        """One position: Σ (l ⊗ r)² = (l²)ᵀ(r²), in float64, as the square of the mean may leave little of it."""
         dtype = widest(self.device)
         if self.positions != 1 or self.left.ndim != 3 or self.dtype.is_complex:
             return super().sum_squares(center, space)
         left, right = self.left.squeeze(1).to(dtype) * self.scale, self.right.squeeze(1).to(dtype)
         total = left.square().t() @ right.square()
         if center is not None:
-            center = center.to(dtype)
-            total += center * (self.batch * center - 2 * (left.t() @ right))
+            total -= (left.t() @ right).square_() / self.batch
         return total.clamp_(min=0).to(wide(self.dtype))
 
     def dot(self, directions: Tensor, space: Workspace | None = None) -> Tensor:
@@ -179,12 +178,10 @@ class Outer(Factor):
             return super().gram(other, space)
         if self.positions != 1 or other.positions != 1:
             return super().gram(other, space)
-        dtype = wide(self.dtype)
-        lefts, rights = (
-            a.squeeze(1).to(dtype) @ b.squeeze(1).to(dtype).t()
-            for a, b in ((self.left, other.left), (self.right, other.right))
-        )
-        return lefts.mul_(rights).mul_(self.scale * other.scale)
+        found = torch.full((), self.scale * other.scale, dtype=widest(self.device), device=self.device)
+        for mine, theirs in ((self.left, other.left), (self.right, other.right)):
+            found = found * _inner_products(mine.squeeze(1), theirs.squeeze(1))
+        return found
 
     def compress(self, left: Tensor, right: Tensor, space: Workspace | None = None) -> Tensor:
         """Σ_t (l_t left) ⊗ (r_t right)."""
@@ -201,3 +198,15 @@ def _all_positions(left: Tensor, right: Tensor) -> Tensor:
     if not larger.is_contiguous() and larger.transpose(0, 1).is_contiguous():
         left, right = left.transpose(0, 1), right.transpose(0, 1)
     return left.flatten(0, 1).t() @ right.flatten(0, 1)
+
+
+def _inner_products(a: Tensor, b: Tensor) -> Tensor:
+    """(N, d), (M, d) -> (N, M) in float64: of unit vectors in their own precision, and scaled, to stay in range."""
+    (unit_a, long_a), (unit_b, long_b) = _unit(a), _unit(b)
+    return (unit_a @ unit_b.t()).to(long_a.dtype) * long_a.unsqueeze(1) * long_b
+
+
+def _unit(rows: Tensor) -> tuple[Tensor, Tensor]:
+    norms = row_norms(rows)
+    scale = torch.where(norms > 0, norms, 1)
+    return (rows.to(norms.dtype) / scale.unsqueeze(1)).to(wide(rows.dtype)), scale

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.norms import row_norms, wide
-from .base import Factor, Samples, Shape, real_rows
+from .base import Factor, Samples, Shape, real_rows, squares
 from .workspace import Workspace
 
 
@@ -116,16 +116,18 @@ class Rows(Factor):
         return total.index_add_(0, places % self.size, values.to(dtype) * each.view(-1, *[1] * (values.ndim - 1)))
 
     def sum_squares(self, center: Tensor | None = None, space: Workspace | None = None) -> Tensor:
-        """Rows that a sample does not use are (0 - center)²."""
+        """Rows that a sample does not use are 0 - center."""
         _, ids, totals = self._summed()
         dtype = wide(self.dtype).to_real()
         found = torch.zeros(self.shape, dtype=dtype, device=self.device)
         if center is None:
-            return found.index_add_(0, ids, (totals.abs() if totals.is_complex() else totals).square())
-        users = torch.bincount(ids, minlength=self.size).to(dtype)
-        away = totals - center.to(totals.dtype)[ids]
-        found.index_add_(0, ids, (away.abs() if away.is_complex() else away).square())
-        return found.addcmul_((self.batch - users).view(-1, *[1] * (found.ndim - 1)), center.abs().to(dtype).square())
+            return found.index_add_(0, ids, squares(totals))
+        center = center.to(totals.dtype)
+        others = (self.batch - torch.bincount(ids, minlength=self.size)).to(dtype).view(-1, *[1] * (found.ndim - 1))
+        away = totals - center[ids]
+        found.index_add_(0, ids, squares(away)).addcmul_(others, squares(center))
+        off = (-center * others).index_add_(0, ids, away)
+        return found.sub_(squares(off) / self.batch).clamp_(min=0)
 
     def dot(self, directions: Tensor, space: Workspace | None = None) -> Tensor:
         found = torch.zeros(self.batch, len(directions), dtype=wide(self.dtype).to_real(), device=self.device)
@@ -143,7 +145,7 @@ class Rows(Factor):
         space = space or Workspace()
         dtype = wide(self.dtype).to_real()
         total = torch.zeros(self.batch, other.batch, dtype=dtype, device=self.device)
-        common = torch.unique(self.ids[torch.isin(self.ids, other.ids)])
+        common = torch.unique(self.ids[torch.isin(self.ids.contiguous(), other.ids.contiguous())])
         common = common[common >= 0]
         row = prod(self.shape[1:]) * wide(self.dtype).itemsize
         for some in space.chunks(len(common), (self.batch + other.batch) * row):

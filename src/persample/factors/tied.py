@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.gram import trusted_norms
-from ..kernels.norms import wide
+from ..kernels.norms import wide, widest
 from .base import Factor
 from .outer import Outer
 from .rows import Rows
@@ -29,19 +29,17 @@ def tied(terms: Sequence[Factor]) -> tuple[Outer, Rows] | None:
 
 def tied_norms(outer: Outer, rows: Rows, space: Workspace) -> tuple[Tensor, Tensor]:
     """The norms of their sum from both norms and the inner product, and which of them hold."""
-    a, b = outer.norms(space), rows.norms(space)
-    squares = a.square() + b.square() + 2 * _inner(outer, rows, space)
-    return trusted_norms(squares, (a + b).square(), wide(outer.dtype), outer.dtype)
+    squares = outer.norms(space).square() + rows.norms(space).square() + 2 * _inner(outer, rows, space)
+    return trusted_norms(squares, (outer.sizes() + rows.sizes()).square(), wide(outer.dtype), outer.dtype)
 
 
 def _inner(outer: Outer, rows: Rows, space: Workspace) -> Tensor:
-    """(B,): Σ_tu left[b, t, ids[b, u]] · (right[b, t] · dy[b, u])."""
-    dtype, T, U = wide(outer.dtype), outer.positions, rows.positions
+    """(B,): Σ_tu left[b, t, ids[b, u]] · (right[b, t] · dy[b, u]), in float64."""
+    dtype, T, U = widest(outer.device), outer.positions, rows.positions
     found = []
     for some in space.chunks(outer.batch, 2 * T * U * dtype.itemsize):
         ids, dy = rows.ids[some], rows.dy[some].to(dtype)
-        left, right = outer.left[some], outer.right[some].to(dtype)
-        picked = left.gather(2, ids.clamp(min=0).unsqueeze(1).expand(-1, T, -1)).to(dtype)
-        products = torch.bmm(right, dy.mT).masked_fill_((ids < 0).unsqueeze(1), 0)
+        picked = outer.left[some].gather(2, ids.clamp(min=0).unsqueeze(1).expand(-1, T, -1)).to(dtype)
+        products = torch.bmm(outer.right[some].to(dtype), dy.mT).masked_fill_((ids < 0).unsqueeze(1), 0)
         found.append(products.mul_(picked).sum((1, 2)))
-    return torch.cat(found).mul_(outer.scale).to(outer.norms(space).dtype)
+    return torch.cat(found).mul_(outer.scale)

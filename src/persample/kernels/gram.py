@@ -28,7 +28,8 @@ def gram_norms(
     """
     n, T = left.shape[:2]
     squares = torch.zeros(n, dtype=widest(left.device), device=left.device)
-    size = torch.zeros_like(squares)
+    size, lost = torch.zeros_like(squares), torch.zeros_like(squares)
+    least = torch.finfo(left.dtype).tiny / torch.finfo(left.dtype).eps  # below, digits are lost
     for start in range(0, T, ROWS):
         rows = slice(start, start + ROWS)
         a = memo.get("gram") if memo else None
@@ -37,9 +38,12 @@ def gram_norms(
             if memo is not None and T <= ROWS:
                 memo["gram"] = a
         b = torch.bmm(right[:, rows], right.mT)
-        size += (a.diagonal(start, 1, 2) * b.diagonal(start, 1, 2)).sqrt().sum(1)
+        own, floored = _sizes(a.diagonal(start, 1, 2), b.diagonal(start, 1, 2), least)
+        size += own
+        lost += floored - own
         squares += b.mul_(a).sum((1, 2))
     norms, holds = trusted_norms(squares, size.square_(), left.dtype, dtype)
+    holds &= lost <= torch.finfo(left.dtype).eps ** 0.5 * norms
     if not bool(holds.all()):  # perhaps because there is nothing but zeros
         doubtful = (~holds).nonzero().squeeze(1)
         a, b = left[doubtful].flatten(1), right[doubtful].flatten(1)
@@ -49,9 +53,14 @@ def gram_norms(
     return norms, holds
 
 
+def _sizes(a: Tensor, b: Tensor, least: float) -> tuple[Tensor, Tensor]:
+    """Σ_t ‖l_t‖‖r_t‖ from squared norms (N, T), and what it would be if those that are too small to tell were not."""
+    return (a.sqrt() * b.sqrt()).sum(1), (a.clamp(min=least).sqrt() * b.clamp(min=least).sqrt()).sum(1)
+
+
 def trusted_norms(squares: Tensor, size: Tensor, computed: torch.dtype, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The norms, and which of them hold: not those whose terms cancelled or vanished, or may overflow."""
+    """The norms, and which of them hold: not those whose terms cancelled, vanished or may overflow."""
     info, largest = torch.finfo(computed), torch.finfo(dtype).max
     most = min(info.max, largest * largest)
-    holds = (squares >= info.eps**0.5 * size) & (size > info.tiny / info.eps) & (size < most)
+    holds = (squares >= info.eps**0.5 * size) & (squares > info.tiny / info.eps) & (size < most)
     return squares.clamp(min=0).sqrt(), holds

@@ -34,9 +34,9 @@ class Clipping(_Pair):
     ``dropped`` lists the samples that were left out because their gradients are not finite.
     """
 
-    dropped: list[int]
+    dropped: Sequence[int] = ()
 
-    def __new__(cls, norms: Any, weights: Any, dropped: list[int]) -> Clipping:
+    def __new__(cls, norms: Any, weights: Any, dropped: Sequence[int] = ()) -> Clipping:
         pair = super().__new__(cls, norms, weights)
         pair.dropped = dropped
         return pair
@@ -122,9 +122,7 @@ class ClippedSum(Reduction):
         if self.per is None or not isinstance(self.max_norm, (int, float)):
             return math.hypot(*_values(self.max_norm))
         if isinstance(self.per, str):
-            raise ValueError(
-                "one bound for every parameter: use sensitivity_for(params), which knows how many there are"
-            )
+            raise ValueError("one bound for every parameter: use sensitivity_for(count), with the number of parameters")
         return self.max_norm * math.sqrt(len(self.per))
 
     def sensitivity_for(self, count: int) -> float:
@@ -154,7 +152,9 @@ class ClippedSum(Reduction):
         """How every sample was clipped, and the sums of the parameters that the losses reach."""
         groups, call = self._groups, self._groups.call
         norms = self._norms.by_group(groups)
-        finite = torch.stack([n.isfinite() for n in norms.values()]).all(0)
+        finite = torch.ones(call.batch, dtype=torch.bool, device=call.device)
+        for n in norms.values():
+            finite &= n.isfinite()
         dropped = (~finite).nonzero().flatten().tolist()
         if dropped and self.nonfinite == "raise":
             raise NonFiniteError(dropped, call.batch)

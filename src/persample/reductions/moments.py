@@ -44,8 +44,7 @@ class Variance(Reduction):
 
     def add(self, name: str, factor: Factor) -> None:
         call = self._call
-        weights = torch.full((call.batch,), 1 / call.batch, dtype=torch.float32, device=factor.device)
-        mean = factor.weighted_sum(weights.to(factor.dtype.to_real()), call.space)
+        mean = factor.weighted_sum(torch.full((call.batch,), 1 / call.batch, device=factor.device), call.space)
         self._found[name] = factor.sum_squares(mean, call.space) / self._divisor
 
     def result(self) -> Any:
