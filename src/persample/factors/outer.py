@@ -153,9 +153,10 @@ class Outer(Factor):
         return torch.einsum("b...tp,b...td->...pd", left, right)
 
     def sum_squares(self, center: Tensor | None = None, space: Workspace | None = None) -> Tensor:
-        """One position: Σ (l ⊗ r)² = (l²)ᵀ(r²), in float64, as the square of the mean may leave little of it."""
+        """One position: Σ (l ⊗ r)² = (l²)ᵀ(r²), less the square of the mean; in float64, as little may be left."""
         dtype = widest(self.device)
-        if self.positions != 1 or self.left.ndim != 3 or self.dtype.is_complex:
+        short = self.positions == 1 and self.left.ndim == 3 and not self.dtype.is_complex
+        if not short or (center is not None and self.dtype == dtype):
             return super().sum_squares(center, space)
         left, right = self.left.squeeze(1).to(dtype) * self.scale, self.right.squeeze(1).to(dtype)
         total = left.square().t() @ right.square()
