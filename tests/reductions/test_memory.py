@@ -54,7 +54,7 @@ def test_max_memory_bounds_what_is_written_out(max_memory: int, monkeypatch: pyt
     for reductions in ([ps.Norms()], [ps.SecondMoment(), ps.Gram()]):
         ps.reduce(model(x).square().sum((1, 2)), model, *reductions, max_memory=max_memory)
     assert sizes
-    assert max(sizes) <= max(max_memory, 20 * 30 * 4)
+    assert max(sizes) <= max(max_memory, 3 * 20 * 30 * 4)  # inner products take whole rows of all samples
 
 
 def test_a_long_sequence_builds_no_product_larger_than_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
