@@ -18,18 +18,17 @@ from tests.test_grad import ALL, _untouched, _warnings_of
 BEYOND_RANGE = {"float32_reordered_near_overflow"}
 
 
-FIRST = [(case, case.batches[0]) for case in CASES]
-EACH = [pytest.param(case, B, id=str(case)) for case, B in FIRST]
-TIGHT = [
-    pytest.param(case, B, id=str(case), marks=pytest.mark.slow if i % 10 else ()) for i, (case, B) in enumerate(FIRST)
-]
+PLACE = {str(case): place for place, case in enumerate(CASES)}
+EACH = [pytest.param(case, case.batches[0], id=str(case)) for case in CASES]
+SLOW = [pytest.param(*each.values, id=each.id, marks=pytest.mark.slow) for each in EACH]
+TIGHT = [EACH[place] if place % 10 == 0 else SLOW[place] for place in range(len(CASES))]
 INTO_GRAD = [pytest.param(case, B, id=f"{case}-B{B}") for case in CASES[::20] for B in case.batches]
 
 
 @pytest.mark.parametrize(("case", "B"), ALL)
 def test_all_reductions_in_one_backward(case: Case, B: int) -> None:
     """And, for every other case in turn, their variants or the gram of two batches."""
-    turn = CASES.index(case) % 2 if case.batches[0] == B else None
+    turn = PLACE[str(case)] % 2 if case.batches[0] == B else None
     params, forward = case.build(B)
     losses = forward()
     want = definition(losses, params)
@@ -38,8 +37,7 @@ def test_all_reductions_in_one_backward(case: Case, B: int) -> None:
         check_two_batches(case, params, losses, losses[1:], want)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("case", "B"), EACH)
+@pytest.mark.parametrize(("case", "B"), SLOW)
 def test_all_variants_and_two_batches(case: Case, B: int) -> None:
     params, forward = case.build(B)
     losses = forward()

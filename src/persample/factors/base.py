@@ -165,7 +165,7 @@ class Factor(ABC):
                 rows = rows - center.to(dtype)
                 off += rows.sum(0)
             total += squares(rows).sum(0)
-        return total if off is None else total.sub_(squares(off) / self.batch).clamp_(min=0)
+        return total if off is None else total.sub_(squares(off) / max(self.batch, 1)).clamp_(min=0)
 
     def dot(self, directions: Tensor, space: Workspace | None = None) -> Tensor:
         """(B, k): the inner product of every gradient with each of ``directions`` (k, *shape)."""

@@ -161,7 +161,7 @@ class Outer(Factor):
         left, right = self.left.squeeze(1).to(dtype) * self.scale, self.right.squeeze(1).to(dtype)
         total = left.square().t() @ right.square()
         if center is not None:
-            total -= (left.t() @ right).square_() / self.batch
+            total -= (left.t() @ right).square_() / max(self.batch, 1)
         return total.clamp_(min=0).to(wide(self.dtype))
 
     def dot(self, directions: Tensor, space: Workspace | None = None) -> Tensor:

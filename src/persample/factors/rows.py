@@ -127,7 +127,7 @@ class Rows(Factor):
         away = totals - center[ids]
         found.index_add_(0, ids, squares(away)).addcmul_(others, squares(center))
         off = (-center * others).index_add_(0, ids, away)
-        return found.sub_(squares(off) / self.batch).clamp_(min=0)
+        return found.sub_(squares(off) / max(self.batch, 1)).clamp_(min=0)
 
     def dot(self, directions: Tensor, space: Workspace | None = None) -> Tensor:
         found = torch.zeros(self.batch, len(directions), dtype=wide(self.dtype).to_real(), device=self.device)
