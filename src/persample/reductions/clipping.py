@@ -82,14 +82,8 @@ class ClippedSum(Reduction):
         sensitivity: float | None = None,
         nonfinite: Literal["raise", "drop"] = "raise",
     ) -> None:
-        self.max_norm, self.per, self.gamma, self.weights, self.nonfinite = (
-            max_norm,
-            frozen(per),
-            gamma,
-            weights,
-            nonfinite,
-        )
-        self._stated = sensitivity
+        self.max_norm, self.gamma, self.weights = max_norm, gamma, weights
+        self.per, self.nonfinite, self._stated = frozen(per), nonfinite, sensitivity
         self._check()
 
     def _check(self) -> None:
