@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from persample.factors import Convolution, Dense, Factor, Masked, Outer, Rows, Sum, View
+from persample.factors import Convolution, Dense, Factor, Masked, Outer, Rows, Sum, View, Workspace
+from persample.factors.moves import Cast
 from tests.factors import (
     CONVOLUTIONS,
     FACTORS,
@@ -36,6 +37,11 @@ def cancelling(kind: str, big: float, dtype: torch.dtype) -> Made:
         x, dy = c.tensors(4, 1, dtype)
         x, dy = torch.cat([x * big, numbers(dtype, *x.shape) - x * big], 1), torch.cat([dy, dy], 1)
         return Convolution(x, dy, c.weight_size, c.geometry), c.reference(x, dy)
+    if kind == "outer-blocks":  # in the second of two blocks of a Gram matrix
+        left, right = (numbers(dtype, 4, 278, n) * 0.01 for n in (600, 560))
+        left[:, 256:] *= big
+        left = torch.cat([left, 0.01 * numbers(dtype, 4, 22, 600) - left[:, 256:]], 1)
+        return outer_of(left, torch.cat([right, right[:, 256:]], 1))
     if kind == "rows":
         ids, dy = torch.tensor([[3, 5, 3], [1, 1, 1]]).repeat(2, 2), numbers(dtype, 4, 3, TABLE[1])
         return rows_of(ids, torch.cat([dy * big, numbers(dtype, 4, 3, 1) - dy * big], 1), TABLE[0])
@@ -50,7 +56,7 @@ def cancelling(kind: str, big: float, dtype: torch.dtype) -> Made:
     return Sum([made[0], others[0]]), made[1] + others[1]
 
 
-CANCELLING = "outer outer-written-out groups rows tied convolution convolution-gram".split()
+CANCELLING = "outer outer-blocks outer-written-out groups rows tied convolution convolution-gram".split()
 
 
 @pytest.mark.parametrize("big", [1.0, 10.0, 1e2, 1e3, 1e4, 1e6])
@@ -198,6 +204,29 @@ def test_sums_do_not_stall_in_half_precision(dtype: torch.dtype) -> None:
             "squares": factor.sum_squares().sqrt(),
         }.items():
             assert float(got) == pytest.approx(n, rel=torch.finfo(dtype).eps), f"{what} of {name}"
+
+
+def test_overflow_of_a_cast_is_seen() -> None:
+    """A norm must not be finite where the gradients are not."""
+    for factor in (
+        Dense(torch.tensor([[1e6, 1.0], [3.0, 4.0]])),
+        Outer(torch.ones(2, 1, 1), torch.tensor([[[1e6]], [[5.0]]])),
+    ):
+        moved = View(factor, factor.shape, Cast(torch.float32, torch.float16))
+        assert moved.norms().tolist() == [float("inf"), 5.0]
+
+
+def test_factors_that_share_a_side() -> None:
+    """What one has remembered of the shared side serves the other, whole or in part."""
+    left, shared = numbers(torch.float64, 4, 5, 30), {}
+    made = [outer_of(left, numbers(torch.float64, 4, 5, n)) for n in (20, 25, 25)]
+    factors = [Outer(f.left, f.right, scale, memo=shared) for (f, _), scale in zip(made, (1.0, -2.0, 1.0), strict=True)]
+    wants = [flat(want).norm(dim=1) * abs(f.scale) for f, (_, want) in zip(factors, made, strict=True)]
+    assert_near(factors[0].norms(), wants[0], 100)
+    assert_near(factors[1].norms(), wants[1], 100)
+    assert_near(factors[2].norms(Workspace(1)), wants[2], 100)
+    assert_near(factors[1][torch.tensor([2, 0])].norms(), wants[1][[2, 0]], 100)
+    assert_near(Outer(left, made[1][0].right, memo=shared).norms(), wants[1] / 2, 100)
 
 
 def test_squares_around_the_mean_of_nearly_equal_samples() -> None:

@@ -182,6 +182,15 @@ def test_any_mix_equals_each_alone(which: tuple[str, int], kinds: list[str], max
 
 
 @pytest.mark.parametrize("name", MODELS)
+def test_inner_products_are_symmetric(name: str) -> None:
+    """To the last digit, or eigenvalue routines take it amiss; and the diagonal agrees with the norms."""
+    case = built(name, 5)
+    gram, norms = case.alone["gram"], case.alone["norms"]
+    assert torch.equal(gram, gram.t())
+    assert_equal(gram.diagonal().sqrt(), norms, RTOL[name])
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_reductions_keep_nothing(name: str) -> None:
     """The same objects serve two batches of different sizes, and then give the first results again."""
     case = built(name, 5)
