@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple, TypeAlias
@@ -9,18 +10,16 @@ from typing import Any, NamedTuple, TypeAlias
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, given, settings
+from hypothesis import assume, given, note, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import persample as ps
 from tests.case_library.registry import score, shaken
-from tests.reductions.expected import Ask, assert_result, questions
+from tests.reductions.expected import Ask, assert_result, flat, questions
 from tests.reference import definition
+from tests.test_properties import CHECKED, programs
 
-CHECKED = settings(
-    derandomize=True, deadline=None, database=None, print_blob=False, suppress_health_check=[HealthCheck.too_slow]
-)
 Program: TypeAlias = tuple[nn.Module, Callable[[], Tensor]]
 
 
@@ -111,7 +110,29 @@ def shared_convolution(B: int) -> Program:
     return net, lambda: score(net(x))
 
 
-MODELS = {f.__name__: f for f in (mlp, cnn, tied, lstm, fused_lstm, routed, shared_convolution)}
+class Complex(nn.Module):
+    """Parameters of complex numbers in every form, and real ones that are used as such."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, shape in {"w": (3, 4), "t": (3, 3), "scale": (4,), "one": (), "table": (6, 3)}.items():
+            setattr(self, name, nn.Parameter(torch.randn(shape, dtype=torch.complex128)))
+        self.pairs, self.real = (nn.Parameter(torch.randn(4, n).double()) for n in (2, 4))
+
+    def forward(self, x: Tensor, sequence: Tensor, ids: Tensor) -> Tensor:
+        h = (x @ self.w) * self.scale * self.one + torch.view_as_complex(self.pairs)
+        g = (sequence + self.table[ids]) @ self.t
+        return score((h @ self.real.to(h.dtype)).angle()) + score(g.abs())
+
+
+def complex_numbers(B: int) -> Program:
+    net = Complex()
+    data = torch.randn(B, 3, dtype=torch.complex128), torch.randn(B, 5, 3, dtype=torch.complex128)
+    ids = torch.randint(0, 6, (B, 5))
+    return net, lambda: net(*data, ids)
+
+
+MODELS = {f.__name__: f for f in (mlp, cnn, tied, lstm, fused_lstm, routed, shared_convolution, complex_numbers)}
 BATCHES = {name: (5, 2, 1) if "lstm" in name else (5, 2, 1, 0) for name in MODELS}  # an LSTM refuses no samples
 EACH = [(name, B) for name in MODELS for B in BATCHES[name]]
 KINDS = list(questions({"p": torch.zeros(1, 1)}, {"p": torch.zeros(1, requires_grad=True)}))
@@ -254,3 +275,18 @@ def test_part_of_the_parameters(which: tuple[str, int], data: st.DataObject) -> 
     found = ps.reduce(case.losses(), params, *(ask.reduction for ask in asked.values()))
     for got, ask in zip(found, asked.values(), strict=True):
         assert_result(got, ask.want, RTOL[name])
+
+
+@settings(CHECKED, max_examples=80)
+@given(programs(longest=8, interacting=True), st.sampled_from([None, 0, 500, 10**9]))
+def test_random_programs(program: tuple[Tensor, list[Tensor], str], max_memory: int | None) -> None:
+    losses, params, log = program
+    note(log)
+    stacks = definition(losses, params)
+    assume(all(bool(g.isfinite().all()) and float(flat(g).norm()) < 1e100 for g in stacks.values()))
+    asked = questions(stacks, params)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ps.PerformanceWarning)
+        found = ps.reduce(losses, params, *(ask.reduction for ask in asked.values()), max_memory=max_memory)
+    for got, ask in zip(found, asked.values(), strict=True):
+        assert_result(got, ask.want, 1e-8)

@@ -7,6 +7,8 @@ float64, and rows that came out as 0, inf or nan are looked at again, scaled by 
 
 from __future__ import annotations
 
+from math import inf
+
 import torch
 from torch import Tensor
 
@@ -37,7 +39,7 @@ def row_norms(rows: Tensor) -> Tensor:
     flat = (torch.view_as_real(rows.resolve_conj()) if rows.is_complex() else rows).reshape(len(rows), -1)
     norms, small = _summed(flat), _SMALL[wide(flat.dtype)]
     low, high = torch.aminmax(norms)
-    if low > small and high < float("inf"):
+    if low.item() > small and high.item() < inf:  # neither is true of NaN
         return norms
     odd = (~((norms > small) & norms.isfinite())).nonzero().squeeze(1)
     return norms.index_copy(0, odd, _scaled(flat.index_select(0, odd)))
@@ -69,7 +71,7 @@ def _norm(t: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _scaled(flat: Tensor) -> Tensor:
     """Every row divided by its largest element first."""
-    largest: Tensor = torch.linalg.vector_norm(flat, float("inf"), dim=1).to(widest(flat.device))
+    largest: Tensor = torch.linalg.vector_norm(flat, inf, dim=1).to(widest(flat.device))
     norms = largest.clone()  # right for rows of zeros, infinities and NaNs
     again = ((largest > 0) & largest.isfinite()).nonzero().squeeze(1)
     rows = flat.index_select(0, again).to(widest(flat.device)) / largest[again].unsqueeze(1)
