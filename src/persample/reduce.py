@@ -42,8 +42,9 @@ def reduce(
             `Project`, `Stack`, or a `Reduction` of your own.
         retain_graph: keep the graph for another backward, as in ``torch.autograd.grad``.
         independent: raise ``InteractionError`` if one sample's loss is seen to depend on another sample.
-        max_memory: bytes that may be spent on gradients written out, for a few samples at a time or kept to be used
-            again; by default about what the forward pass has kept for the backward.
+        max_memory: bytes that may be spent on gradients written out, for a few samples at a time and, beside them, kept
+            to be used again where that takes more than the inputs and cotangents they are made from; by default about
+            what the forward pass has kept for the backward. One sample's gradient of one parameter always fits.
 
     Returns:
         One result per reduction.
@@ -88,7 +89,7 @@ def backward(
         assert isinstance(running[0], ClippedSum)
         clipping, sums = running[0].clip()
     with boundary(losses), torch.enable_grad():
-        if not len(losses):  # an empty batch has no factors, but gradients of zero all the same
+        if tensors and not len(losses):  # an empty batch has no factors, but gradients of zero all the same
             zeros = torch.autograd.grad(
                 losses.sum(), list(tensors.values()), retain_graph=retain_graph, allow_unused=True
             )

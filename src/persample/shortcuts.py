@@ -15,7 +15,7 @@ from .reduce import check_memory, reduce
 from .reductions import ClippedSum, Dot, Gram, Norms, Project, Projection, SecondMoment, Variance
 from .reductions.clipping import Bounds
 from .reductions.groups import Per
-from .reductions.products import Directions
+from .reductions.products import CrossGram, Directions
 
 
 class Options(TypedDict, total=False):
@@ -157,8 +157,8 @@ def gram(losses: Tensor, params: Params, other: Tensor | None = None, **options:
             retain_graph=options.get("retain_graph", False) or share_nodes(losses, other),
             independent=options.get("independent", False),
         )
-    found = reduce(other, params, Gram(factors, len(losses)), **options)[0]
-    return found.t().contiguous()
+    found = reduce(other, params, CrossGram(factors, len(losses)), **options)[0]
+    return found
 
 
 def dot(losses: Tensor, params: Params, direction: Directions, **options: Unpack[Options]) -> Tensor:

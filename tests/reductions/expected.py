@@ -183,7 +183,6 @@ def questions(stacks: Stacks, params: Params, variants: bool = True) -> dict[str
         "gram": Ask(ps.Gram(), x.gram()),
         "three dots": Ask(ps.Dot(three), x.dot(three)),
         "stack": Ask(ps.Stack(), dict(stacks)),
-        "projected": _projected(x, ps.Projection(5)),
         "projected from two sides": _projected(x, ps.Projection(6, kind="kronecker")),
     }
     return asked | _variants(x, rng) if variants else asked
@@ -205,6 +204,7 @@ def _variants(x: Expected, rng: torch.Generator) -> dict[str, Ask]:
         "normalised": Ask(ps.ClippedSum(2.0, gamma=0.1), x.clipped_together(lambda n: 2.0 / (n + 0.1))),
         "weighted by norms": Ask(ps.ClippedSum(weights=_decaying), x.clipped_together(_decaying)),
         "dot": Ask(ps.Dot([v[0] for v in one.values()]), Want(dot.value[:, 0], dot.size[:, 0], dot.dtype)),
+        "projected": _projected(x, ps.Projection(5)),
         "projected by gaussians": _projected(x, ps.Projection(3, seed=7, kind="gaussian")),
         "variance of all": Ask(ps.Variance(correction=0), x.variance(0)),
     }

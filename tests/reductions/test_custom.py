@@ -31,7 +31,7 @@ class LargestEntry(ps.Reduction):
 class Farthest(ps.Reduction):
     """For every sample, the sample whose gradient is farthest: needs all factors at once, so it holds them."""
 
-    holds = True
+    keeps_factors = True
     passes = 2
 
     def __init__(self, scale: float) -> None:

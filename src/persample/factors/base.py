@@ -82,7 +82,7 @@ class Factor(ABC):
         return True
 
     def stacks(self, space: Workspace) -> Iterator[tuple[slice, Tensor]]:
-        """The gradients of a few samples at a time: read them before the next are asked for."""
+        """The gradients of a few samples at a time: only to be read, and before ``space`` is used for anything else."""
         for some in space.chunks(self.batch, self.numel * self.dtype.itemsize):
             buffer = space.take((some.stop - some.start, *self.shape), self.dtype, self.device)
             part = self if some.stop - some.start == self.batch else self[some]
@@ -99,7 +99,7 @@ class Factor(ABC):
                 self._norms = self._compute_norms(space or Workspace())
             else:
                 self._norms = torch.zeros(self.batch, dtype=widest(self.device), device=self.device)
-        return self._norms
+        return self._norms.clone()
 
     def _compute_norms(self, space: Workspace) -> Tensor:
         return torch.cat([row_norms(part) for _, part in self.stacks(space)])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-Shape = tuple[int, ...]
+from .base import Shape
 
 
 class Move(ABC):
@@ -121,8 +121,9 @@ class Cast(Move):
 
     @property
     def keeps(self) -> bool:  # type: ignore[override]
-        """float16 may overflow, and what is real has lost its imaginary part."""
-        return self.dtype != torch.float16 and self.base.is_complex == self.dtype.is_complex
+        """A smaller range may overflow, and what is real has lost its imaginary part."""
+        same_field = self.base.is_complex == self.dtype.is_complex
+        return same_field and torch.finfo(self.dtype).max >= torch.finfo(self.base).max
 
     def __call__(self, stack: Tensor) -> Tensor:
         return _real_part(stack, self.dtype).to(self.dtype)

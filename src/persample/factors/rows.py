@@ -164,4 +164,5 @@ class Rows(Factor):
             return super().compress(left, right, space)
         dtype = wide(self.dtype)
         picked = left.to(dtype)[self.ids.clamp(min=0)].masked_fill_((self.ids < 0).unsqueeze(2), 0)
-        return torch.bmm(picked.mT, self.dy.flatten(2).to(dtype) @ right.to(dtype))
+        dy = self.dy.flatten(2).to(dtype).masked_fill((self.ids < 0).unsqueeze(2), 0)
+        return torch.bmm(picked.mT, dy @ right.to(dtype))

@@ -12,7 +12,7 @@ from math import inf
 import torch
 from torch import Tensor
 
-__all__ = ["combined", "row_norms", "wide", "widest"]
+__all__ = ["row_norms", "wide", "widest"]
 
 _RUN = 2**12  # elements summed before float64 takes over
 _SMALL = {torch.float32: 1e-15, torch.float64: 1e-150}  # norms below may have lost squares to underflow
@@ -43,11 +43,6 @@ def row_norms(rows: Tensor) -> Tensor:
         return norms
     odd = (~((norms > small) & norms.isfinite())).nonzero().squeeze(1)
     return norms.index_copy(0, odd, _scaled(flat.index_select(0, odd)))
-
-
-def combined(norms: Tensor) -> Tensor:
-    """(P, B) -> (B,): the norm of a whole from those of its P parts."""
-    return row_norms(norms.t())
 
 
 def _summed(flat: Tensor) -> Tensor:

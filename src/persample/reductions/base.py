@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..factors import Factor, Workspace
-from ..kernels.norms import wide
+from ..kernels.norms import wide, widest
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,7 @@ class Call:
 
     def zeros(self, *shape: int) -> Tensor:
         """A float64 accumulator on the losses' device."""
-        dtype = torch.float32 if self.device.type == "mps" else torch.float64
-        return torch.zeros(shape, dtype=dtype, device=self.device)
+        return torch.zeros(shape, dtype=widest(self.device), device=self.device)
 
     def pack_sums(self, sums: Mapping[str, Tensor]) -> Any:
         """One tensor like each parameter; zeros for those that the losses do not reach."""
@@ -53,11 +52,12 @@ class Reduction(ABC):
 
     To make one, subclass and write three methods; ``ps.reduce`` calls them on a copy of the object, so that what
     they store on ``self`` belongs to one call. ``passes`` says how often `add` goes through a factor (a factor that
-    is gone through often may be written out once), ``holds`` whether factors are kept until `result`.
+    is gone through often may be written out once), ``keeps_factors`` whether factors are kept until `result`. The copy
+    is shallow: what changes during a call belongs in `start`, not in ``__init__``.
     """
 
     passes = 1
-    holds = False
+    keeps_factors = False
 
     @abstractmethod
     def start(self, call: Call) -> None:

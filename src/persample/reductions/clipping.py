@@ -31,15 +31,23 @@ class Clipping(_Pair):
     """What a clipped sum did to each sample: ``norms`` before, and the ``weights`` that were given.
 
     Both have shape (B,); with ``per``, they come in the form in which ``ps.norms(..., per=...)`` gives norms.
-    ``dropped`` lists the samples that were left out because their gradients are not finite.
+    ``dropped`` lists the samples that were left out because their gradients are not finite, and ``sensitivity`` is
+    the largest norm that one sample can have added.
     """
 
     dropped: Sequence[int] = ()
+    sensitivity: float = math.inf
 
-    def __new__(cls, norms: Any, weights: Any, dropped: Sequence[int] = ()) -> Clipping:
+    def __new__(cls, norms: Any, weights: Any, dropped: Sequence[int] = (), sensitivity: float = math.inf) -> Clipping:
         pair = super().__new__(cls, norms, weights)
-        pair.dropped = dropped
+        pair.dropped, pair.sensitivity = dropped, sensitivity
         return pair
+
+    def __repr__(self) -> str:
+        return (
+            f"Clipping(norms={self.norms}, weights={self.weights}, dropped={self.dropped}, "
+            f"sensitivity={self.sensitivity})"
+        )
 
 
 class ClippedDict(dict[str, Tensor]):
@@ -70,7 +78,7 @@ class ClippedSum(Reduction):
     """
 
     passes = 2
-    holds = True
+    keeps_factors = True
 
     def __init__(
         self,
@@ -100,6 +108,8 @@ class ClippedSum(Reduction):
         if self.nonfinite not in ("raise", "drop"):
             raise ValueError(f"nonfinite must be 'raise' or 'drop', not {self.nonfinite!r}")
         bounds = _values(self.max_norm)
+        if any(isinstance(bound, Tensor) for bound in bounds):
+            raise TypeError("max_norm must be a Python number, not a tensor: use .item()")
         if self.max_norm is not None and not (bounds and all(map(_positive, bounds))):
             raise ValueError(f"max_norm must be positive and finite, not {self.max_norm!r}")
         if self.gamma is not None and not (_positive(self.gamma) and max(bounds) / self.gamma < _LARGEST_WEIGHT):
@@ -113,14 +123,18 @@ class ClippedSum(Reduction):
         """
         if self.weights is not None:
             return math.inf if self._stated is None else self._stated
-        if self.per is None or not isinstance(self.max_norm, (int, float)):
+        if self.per is None or isinstance(self.max_norm, (Sequence, Mapping)):
             return math.hypot(*_values(self.max_norm))
         if isinstance(self.per, str):
             raise ValueError("one bound for every parameter: use sensitivity_for(count), with the number of parameters")
+        assert self.max_norm is not None
         return self.max_norm * math.sqrt(len(self.per))
 
     def sensitivity_for(self, count: int) -> float:
-        """The same when ``per="parameter"`` is used with one bound and ``count`` parameters."""
+        """The same with ``count`` parameters, which matters for one bound and ``per="parameter"``.
+
+        Sums state it themselves, as ``result.clipping.sensitivity``.
+        """
         if self.weights is None and self.per == "parameter" and isinstance(self.max_norm, (int, float)):
             return self.max_norm * math.sqrt(count)
         return self.sensitivity
@@ -163,7 +177,8 @@ class ClippedSum(Reduction):
                 if factor is not None:
                     sums[name] = self._sum(factor, weights[key], kept)
         before, given = (groups.pack({k: t.to(call.dtype, copy=True) for k, t in w.items()}) for w in (norms, weights))
-        return Clipping(before, given, dropped), sums
+        most = self.sensitivity if self.weights is not None else math.hypot(*self._bounds.values())
+        return Clipping(before, given, dropped, most), sums
 
     def _sum(self, factor: Factor, weights: Tensor, kept: Samples) -> Tensor:
         """Over the samples that are kept; the others are not multiplied by zero, which would not remove a NaN."""
@@ -180,7 +195,7 @@ class ClippedSum(Reduction):
 
     def _given_weights(self, norms: Tensor) -> Tensor:
         assert self.weights is not None
-        found = self.weights(norms.to(self._groups.call.dtype, copy=True))
+        found = self.weights(norms.clone())
         if not isinstance(found, Tensor) or found.shape != norms.shape:
             got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
             raise ValueError(f"weights must return one weight per sample, {tuple(norms.shape)}, but returned {got}")
@@ -197,7 +212,7 @@ class ClippedSum(Reduction):
             if set(given) != set(keys):
                 raise ValueError(f"max_norm must have one bound per group: expected {keys}, got {list(given)}")
             return {key: given[key] for key in keys}  # type: ignore[index]
-        bounds = [given] * len(keys) if isinstance(given, (int, float)) else list(given)
+        bounds = list(given) if isinstance(given, Sequence) else [given] * len(keys)
         if len(bounds) != len(keys):
             raise ValueError(f"max_norm must have one bound per group: expected {len(keys)}, got {len(bounds)}")
         return dict(zip(keys, bounds, strict=True))

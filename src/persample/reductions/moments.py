@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..factors import Factor
+from ..kernels.norms import wide
 from .base import Call, Reduction
 
 
@@ -52,12 +53,12 @@ class Variance(Reduction):
 
 
 def _pack(call: Call, found: dict[str, Tensor], divisor: int) -> Any:
-    """Real numbers like each parameter; where the losses do not reach, the moment of zeros."""
+    """Real numbers like each parameter, float32 or wider; where the losses do not reach, the moment of zeros."""
     return call.pack(
         {
-            name: found[name].to(p.dtype.to_real())
+            name: found[name].to(wide(p.dtype).to_real())
             if name in found
-            else torch.zeros(p.shape, dtype=p.dtype.to_real(), device=p.device) / divisor
+            else torch.zeros(p.shape, dtype=wide(p.dtype).to_real(), device=p.device) / divisor
             for name, p in call.params.items()
         }
     )

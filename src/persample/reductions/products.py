@@ -13,27 +13,33 @@ Directions = nn.Module | Mapping[str, Tensor] | Sequence[Tensor]
 
 
 class Gram(Reduction):
-    """(B, B): the inner product of every two samples' gradients, the empirical neural tangent kernel.
-
-    Args:
-        against: the factors of another batch by parameter name, for (B, B').
-    """
-
-    def __init__(self, against: Mapping[str, Factor] | None = None, columns: int | None = None) -> None:
-        self.against, self.columns = against, columns
+    """(B, B): the inner product of every two samples' gradients, the empirical neural tangent kernel."""
 
     def start(self, call: Call) -> None:
-        self._call = call
-        self._found = call.zeros(call.batch, call.batch if self.columns is None else self.columns)
+        self._call, self._found = call, call.zeros(call.batch, call.batch)
 
     def add(self, name: str, factor: Factor) -> None:
-        other = factor if self.against is None else self.against.get(name)
-        if other is not None:
-            self._found += factor.gram(other, self._call.space).to(self._found)
+        self._found += factor.gram(factor, self._call.space).to(self._found)
 
     def result(self) -> Tensor:
-        found = self._found if self.against is not None else (self._found + self._found.t()) / 2
-        return found.to(self._call.dtype)
+        return ((self._found + self._found.t()) / 2).to(self._call.dtype)
+
+
+class CrossGram(Reduction):
+    """(A, B): the inner products of another batch's A gradients, given by their factors, with this one's."""
+
+    def __init__(self, others: Mapping[str, Factor], count: int) -> None:
+        self.others, self.count = others, count
+
+    def start(self, call: Call) -> None:
+        self._call, self._found = call, call.zeros(self.count, call.batch)
+
+    def add(self, name: str, factor: Factor) -> None:
+        if name in self.others:
+            self._found += self.others[name].gram(factor, self._call.space).to(self._found)
+
+    def result(self) -> Tensor:
+        return self._found.to(self._call.dtype)
 
 
 class Dot(Reduction):

@@ -15,9 +15,9 @@ class Run:
     def __init__(self, reductions: Sequence[Reduction], call: Call) -> None:
         self.reductions = [copy(r) for r in reductions]
         self._space = call.space
-        self._held = 0
+        self._written = 0  # bytes that are kept
         self._reused = sum(r.passes for r in reductions) > 1
-        self._holds = any(r.holds for r in reductions)
+        self._kept = any(r.keeps_factors for r in reductions)
         for reduction in self.reductions:
             reduction.start(call)
 
@@ -30,9 +30,11 @@ class Run:
     def _settled(self, factor: Factor) -> Factor:
         """The factor in the form that is best asked several times, and kept."""
         size = factor.stack_bytes
-        cheap = self._holds and size <= factor.nbytes  # less to keep than what the gradients are made from
-        if self._reused and (cheap or self._held + size <= self._space.limit) and factor.prefers_stack(reused=True):
-            factor = Dense(factor.stack())
-        if self._holds:
-            self._held += factor.nbytes
-        return factor
+        saves = self._kept and size <= factor.nbytes  # less to keep than what the gradients are made from
+        if not self._reused or not (saves or self._written + size <= self._space.limit):
+            return factor
+        if not factor.prefers_stack(reused=True):
+            return factor
+        if self._kept and not saves:
+            self._written += size
+        return Dense(factor.stack())

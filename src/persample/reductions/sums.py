@@ -27,7 +27,9 @@ class Stack(Reduction):
         batch = self._call.batch
         return self._call.pack(
             {
-                name: self._stacks.get(name, torch.zeros((batch, *p.shape), dtype=p.dtype, device=p.device))
+                name: self._stacks[name]
+                if name in self._stacks
+                else torch.zeros((batch, *p.shape), dtype=p.dtype, device=p.device)
                 for name, p in self._call.params.items()
             }
         )
