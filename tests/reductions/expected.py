@@ -121,7 +121,7 @@ class Expected:
         for (name, p), part in zip(self.params.items(), row.split(self.widths.tolist()), strict=True):
             parts.append(part.view(-1, 2).sum(1) if p.is_complex() else part)
             widths.append(len(parts[-1]))
-            like[name] = (p.dtype.to_real(), p.shape)
+            like[name] = (torch.promote_types(p.dtype.to_real(), torch.float32), p.shape)
         size = self.each.clamp(min=FLOOR).square().sum(1) / max(self.batch, 1)
         return WantEach(torch.cat(parts), size.repeat_interleave(torch.tensor(widths)), self.narrowest(), 2, like)
 

@@ -613,3 +613,23 @@ def test_backward_takes_clipped_sums_only() -> None:
     model = nn.Linear(3, 2)
     with pytest.raises(TypeError, match="accumulates a ClippedSum, not a Norms"):
         ps.backward(model(torch.ones(4, 3)).sum(1), model, ps.Norms())  # type: ignore[arg-type]
+
+
+def test_a_sum_states_its_own_sensitivity() -> None:
+    """Also where the reduction alone cannot know it: one bound for every parameter."""
+    layer = nn.Linear(3, 2)
+    for clip, want in (
+        (ps.ClippedSum(2.0), 2.0),
+        (ps.ClippedSum(2.0, per="parameter"), 2.0 * math.sqrt(2)),
+        (ps.ClippedSum({"weight": 3.0, "bias": 4.0}, per="parameter"), 5.0),
+        (ps.ClippedSum(weights=lambda n: 1 / (1 + n), sensitivity=1.0), 1.0),
+        (ps.ClippedSum(weights=torch.ones_like), math.inf),
+    ):
+        (total,) = ps.reduce(layer(torch.ones(4, 3)).sum(1), layer, clip)
+        assert total.clipping.sensitivity == pytest.approx(want)
+        assert "sensitivity" in repr(total.clipping)
+
+
+def test_a_tensor_is_no_bound() -> None:
+    with pytest.raises(TypeError, match=r"a Python number, not a tensor: use \.item\(\)"):
+        ps.ClippedSum(torch.tensor(1.0))  # type: ignore[arg-type]

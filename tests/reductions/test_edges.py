@@ -252,9 +252,8 @@ def test_half_precision_is_added_up_in_single(dtype: torch.dtype) -> None:
     results = ps.reduce(
         (many * v).sum(1), [v], ps.ClippedSum(10.0), ps.SecondMoment(), ps.WeightedSum(torch.ones(n)), ps.Variance()
     )
-    for (found,), want in zip(results, (n, 1, n, 0), strict=True):
-        assert found.dtype == dtype
-        torch.testing.assert_close(found, torch.full((2,), want, dtype=dtype))
+    for (found,), want, kept in zip(results, (n, 1, n, 0), (dtype, torch.float32) * 2, strict=True):
+        torch.testing.assert_close(found, torch.full((2,), want, dtype=kept))
     layer = nn.Linear(200, 300).to(dtype)
     for data in (torch.randn(3, 200), torch.randn(3, 4, 200), torch.randn(3, 400, 200)):
         losses = layer(data.to(dtype)).tanh().flatten(1).sum(1)
@@ -457,3 +456,70 @@ def test_wrong_arguments_are_refused_before_the_backward(run: Verb, error: type[
     with pytest.raises(error, match=match):
         run(losses, MODEL)
     assert ps.norms(losses, MODEL).shape == (4,)  # the graph is still there
+
+
+def test_moments_of_half_precision_keep_their_range() -> None:
+    """The square of 1e-4 is zero in float16, that of 300 infinite."""
+    w = torch.ones(2, dtype=torch.float16, requires_grad=True)
+    x = torch.tensor([[1e-4, 300.0], [3e-4, 100.0]], dtype=torch.float16)
+    moment, variance = ps.reduce((x * w).sum(1), [w], ps.SecondMoment(), ps.Variance())
+    torch.testing.assert_close(moment[0], x.float().square().mean(0))
+    torch.testing.assert_close(variance[0], x.float().var(0))
+
+
+@pytest.mark.parametrize("nonfinite", ["raise", "drop"])
+def test_a_cast_that_overflows_is_seen(nonfinite: str) -> None:
+    """A float32 weight used in float64: what is finite there may be infinite in its gradient."""
+    w = torch.randn(3, 4, requires_grad=True)
+    x = torch.randn(5, 4, dtype=torch.float64)
+    x[0] *= 1e60
+    losses = (x @ w.double().t()).sum(1)
+    if nonfinite == "raise":
+        with pytest.raises(ps.NonFiniteError, match="1 of 5 samples are not finite: 0"):
+            ps.clipped_sum(losses, [w], 1.0)
+    else:
+        total = ps.clipped_sum(losses, [w], 1.0, nonfinite="drop")
+        assert total.clipping.dropped == [0]
+        assert float(total[0].norm()) <= 4
+
+
+def test_weights_functions_see_norms_beyond_single_precision() -> None:
+    w = torch.ones(2, requires_grad=True)
+    losses = (torch.tensor([[3e38, 3e38], [1.0, 0.0]]) * w).sum(1)
+    clip = ps.ClippedSum(weights=lambda n: n.clamp(max=1) / n, sensitivity=1.0)
+    (total,) = ps.reduce(losses, [w], clip)
+    torch.testing.assert_close(total[0], torch.tensor([1 + 0.5**0.5, 0.5**0.5]))
+
+
+def test_a_skipped_row_that_is_not_finite_stays_out() -> None:
+    table = nn.Embedding(5, 3, padding_idx=0)
+    scale = torch.ones(2, 4, 1)
+    scale[0, 1] = math.inf
+    losses = (table(torch.tensor([[1, 0, 2, 3], [4, 4, 1, 2]])) * scale).nan_to_num().sum((1, 2))
+    z = ps.project(losses, table, ps.Projection(4, 0, "kronecker"))
+    assert bool(z.isfinite().all())
+
+
+def test_results_of_one_call_do_not_share_memory_with_what_others_read() -> None:
+    class Rude(ps.Reduction):
+        """Overwrites what it is given."""
+
+        def start(self, call: ps.Call) -> None:
+            pass
+
+        def add(self, name: str, factor: ps.Factor) -> None:
+            factor.norms().zero_()
+
+        def result(self) -> None:
+            return None
+
+    layer = nn.Linear(3, 2)
+    losses = layer(torch.ones(4, 3)).square().sum(1)
+    want = ps.norms(losses, layer, retain_graph=True)
+    torch.testing.assert_close(ps.reduce(losses, layer, Rude(), ps.Norms())[1], want)
+
+
+def test_no_parameters_and_no_samples() -> None:
+    layer = nn.Linear(3, 2)
+    ps.backward(layer(torch.ones(0, 3)).sum(1), {}, ps.ClippedSum(1.0))
+    assert layer.weight.grad is None
