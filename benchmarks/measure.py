@@ -6,7 +6,7 @@ import gc
 import random
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -40,12 +40,13 @@ class Timing:
     nodes: int
     probed: int
     seconds: Mapping[str, list[float]]
+    plain: Mapping[str, list[float]]  # of the plain step that took turns with the method
     others: float | None = None  # cores that other programs kept busy meanwhile
     warnings: list[str] = field(default_factory=list)
 
     def ratio(self, method: str) -> dict[str, float]:
         """To the plain step: best against best, and the median over rounds of the ratio within a round."""
-        mine, plain = self.seconds[method], self.seconds["plain"]
+        mine, plain = self.seconds[method], self.plain[method]
         return {
             "min": min(mine) / min(plain),
             "median": median(a / b for a, b in zip(mine, plain, strict=True)),
@@ -84,7 +85,7 @@ def measure(workload: Workload, effort: Effort) -> Timing:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ps.PerformanceWarning)  # reported once, above
         others = Others()
-        seconds = _take_turns(task, effort)
+        seconds, plain = _all(task, effort)
         busy = others.cores()
     found = plan(task.losses(), list(task.params().values()))
     return Timing(
@@ -93,14 +94,27 @@ def measure(workload: Workload, effort: Effort) -> Timing:
         len(found.tape.order),
         len(found.map.probed),
         seconds,
+        plain,
         busy,
         sorted({str(w.message) for w in caught if issubclass(w.category, ps.PerformanceWarning)}),
     )
 
 
-def _take_turns(task: Task, effort: Effort) -> dict[str, list[float]]:
+def _all(task: Task, effort: Effort) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Those that write all gradients out take turns with the plain step among themselves."""
+    seconds: dict[str, list[float]] = {}
+    plain: dict[str, list[float]] = {}
+    for heavy in (True, False):
+        methods = [m for m in METHODS.values() if m.writes_out == heavy or m.name == "plain"]
+        found = _take_turns(task, effort, methods)
+        seconds.update(found)
+        plain.update(dict.fromkeys(found, found["plain"]))
+    return seconds, plain
+
+
+def _take_turns(task: Task, effort: Effort, methods: Sequence[Method]) -> dict[str, list[float]]:
     start = time.perf_counter()
-    contenders = [(method, method.prepare(task)) for method in METHODS.values()]
+    contenders = [(method, method.prepare(task)) for method in methods]
     seconds: dict[str, list[float]] = {method.name: [] for method, _ in contenders}
     for _ in range(effort.warm_up):
         for method, after in contenders:

@@ -24,6 +24,7 @@ class Method:
     title: str
     prepare: Callable[[Task], After]
     with_forward: bool = True  # is the forward pass part of its time?
+    writes_out: bool = False  # gigabytes of gradients leave caches and pages cold for whoever comes next
 
 
 def _plain(task: Task) -> After:
@@ -69,7 +70,7 @@ METHODS = {
         Method("capture", "forward and factors, nothing stacked", _capture),
         Method("norms", "forward and ps.norms", _norms),
         Method("clipped_sum", "forward and ps.clipped_sum", _clipped_sum),
-        Method("grad", "forward and ps.grad into new buffers", _grad),
-        Method("grad_out", "forward and ps.grad(out=)", _grad_out),
+        Method("grad", "forward and ps.grad into new buffers", _grad, writes_out=True),
+        Method("grad_out", "forward and ps.grad(out=)", _grad_out, writes_out=True),
     ]
 }

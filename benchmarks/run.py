@@ -17,7 +17,7 @@ from .measure import Effort, measure
 from .methods import METHODS
 from .workloads import DEFAULT, WORKLOADS
 
-FULL = Effort(rounds=100, budget=12.0)
+FULL = Effort(rounds=100, budget=8.0)
 QUICK = Effort(rounds=5, budget=1.5, fewest=2, warm_up=0)  # the check before it is the warm-up
 DISTURBED = 0.1  # cores used by others; threads that wait for each other suffer most
 

@@ -68,7 +68,14 @@ def _assert_result(result: dict[str, Any]) -> None:
 
 def test_ratios() -> None:
     seconds = {"plain": [1.0, 2.0, 4.0], "grad": [3.0, 2.0, 8.0]}
-    timing = Timing(WORKLOADS["tiny-cnn"], parameters=1, nodes=1, probed=0, seconds=seconds)
+    timing = Timing(
+        WORKLOADS["tiny-cnn"],
+        parameters=1,
+        nodes=1,
+        probed=0,
+        seconds=seconds,
+        plain=dict.fromkeys(seconds, seconds["plain"]),
+    )
     assert timing.ratio("grad") == {"min": 2.0, "median": 2.0}
 
 

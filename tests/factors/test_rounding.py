@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from persample.factors import Convolution, Dense, Factor, Masked, Outer, Rows, Sum, View, Workspace
 from persample.factors.moves import Cast
+from persample.kernels.gram import gram_norms
 from tests.factors import (
     CONVOLUTIONS,
     FACTORS,
@@ -237,3 +238,13 @@ def test_squares_around_the_mean_of_nearly_equal_samples() -> None:
         want = (stack - stack.mean(0)).square().sum(0)
         got = factor.sum_squares(stack.mean(0))
         assert bool(((got - want).abs() <= 1e-3 * want).all())
+
+
+@pytest.mark.parametrize("T", [1, 255, 256, 257, 600])
+def test_gram_norms_hold_for_ordinary_numbers_at_any_length(T: int) -> None:
+    """Longer than one block of rows, too: norms that fell back to stacks would be right, and slow."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(2, T, 7, generator=generator, dtype=torch.float64) for _ in range(2))
+    norms, holds = gram_norms(left, right, torch.float64)
+    assert bool(holds.all())
+    torch.testing.assert_close(norms, torch.einsum("btp,btd->bpd", left, right).flatten(1).norm(dim=1))
