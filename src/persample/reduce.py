@@ -26,7 +26,7 @@ def reduce(
     independent: bool = False,
     max_memory: int | None = None,
 ) -> tuple[Any, ...]:
-    """Several things computed from the per-sample gradients, in one backward and without the gradients written out.
+    """Several things computed from the per-sample gradients, in one backward and without all of them written out.
 
     >>> import torch, persample as ps
     >>> model = torch.nn.Linear(3, 2)

@@ -8,12 +8,13 @@ Inner products are real: a complex gradient counts as the vector of its real and
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 
 import torch
 from torch import Tensor
 
+from ..kernels.gram import gram_norms
 from ..kernels.norms import row_norms, wide, widest
 from .workspace import Workspace
 
@@ -42,18 +43,23 @@ class Factor(ABC):
 
     @property
     @abstractmethod
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What the gradients are made from; the first has their dtype."""
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype of the gradients."""
+        return self.tensors[0].dtype
 
     @property
-    @abstractmethod
     def device(self) -> torch.device:
         """Where they are."""
+        return self.tensors[0].device
 
     @property
-    @abstractmethod
     def nbytes(self) -> int:
         """How much memory the factor keeps alive."""
+        return sum(t.nbytes for t in self.tensors)
 
     @abstractmethod
     def stack(self, out: Tensor | None = None) -> Tensor:
@@ -103,6 +109,23 @@ class Factor(ABC):
 
     def _compute_norms(self, space: Workspace) -> Tensor:
         return torch.cat([row_norms(part) for _, part in self.stacks(space)])
+
+    def _norms_by_gram(
+        self,
+        parts: Iterable[Sequence[Tensor]],
+        groups: int,
+        space: Workspace,
+        scale: float = 1.0,
+        memo: dict[str, Tensor] | None = None,
+    ) -> Tensor:
+        """Norms from the Gram matrices of pairs (b·groups, T, ·), b samples at a time, times ``scale``."""
+        found, holds = [], []
+        for left, right in parts:
+            shared = memo if len(left) == self.batch * groups else None
+            norms, ok = (each.view(-1, groups) for each in gram_norms(left, right, self.dtype, shared))
+            found.append(norms.squeeze(1) if groups == 1 else row_norms(norms))
+            holds.append(ok.all(1))
+        return self.checked(torch.cat(found) * scale, torch.cat(holds), space)
 
     def checked(self, norms: Tensor, holds: Tensor, space: Workspace) -> Tensor:
         """Norms that were found in a shorter way, those that do not hold computed from the gradients themselves."""

@@ -39,12 +39,8 @@ class View(Factor):
         return self._dtype
 
     @property
-    def device(self) -> torch.device:
-        return self.base.device
-
-    @property
-    def nbytes(self) -> int:
-        return self.base.nbytes
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.base.tensors
 
     def __getitem__(self, samples: Samples) -> Factor:
         return View(self.base[samples], self._shape, self.move)
@@ -107,16 +103,8 @@ class Sum(Factor):
         return self.terms[0].shape
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.terms[0].dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.terms[0].device
-
-    @property
-    def nbytes(self) -> int:
-        return sum(term.nbytes for term in self.terms)
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(t for term in self.terms for t in term.tensors)
 
     def __getitem__(self, samples: Samples) -> Factor:
         return Sum([term[samples] for term in self.terms])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.convolution import Geometry, as_matrices, convolve, weight_per_sample, weight_summed
-from ..kernels.gram import ROWS, gram_norms
+from ..kernels.gram import ROWS
 from ..kernels.norms import row_norms, wide
 from .base import Factor, Samples, Shape, deliver
 from .workspace import Workspace
@@ -35,16 +35,8 @@ class Convolution(Factor):
         return self.size
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.dy.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.dy.device
-
-    @property
-    def nbytes(self) -> int:
-        return self.x.nbytes + self.dy.nbytes
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.dy, self.x
 
     def __getitem__(self, samples: Samples) -> Convolution:
         return Convolution(self.x[samples], self.dy[samples], self.size, self.geometry)
@@ -77,13 +69,11 @@ class Convolution(Factor):
             return super()._compute_norms(space)
         dtype, T, groups = wide(self.dtype), self.positions, self.geometry.groups
         each = groups * T * (2 * min(T, ROWS) + prod(self.size[1:])) * dtype.itemsize
-        found, holds = [], []
-        for some in space.chunks(self.batch, each):
-            matrices = as_matrices(self.x[some].to(dtype), self.dy[some].to(dtype), self.size, self.geometry)
-            norms, ok = (row.view(-1, groups) for row in gram_norms(*matrices, self.dtype))
-            found.append(norms.squeeze(1) if groups == 1 else row_norms(norms))
-            holds.append(ok.all(1))
-        return self.checked(torch.cat(found), torch.cat(holds), space)
+        parts = (
+            as_matrices(self.x[some].to(dtype), self.dy[some].to(dtype), self.size, self.geometry)
+            for some in space.chunks(self.batch, each)
+        )
+        return self._norms_by_gram(parts, groups, space)
 
     def sizes(self) -> Tensor:
         """As for outer products; every input is in at most as many patches as the kernel has places."""

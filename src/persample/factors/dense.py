@@ -29,16 +29,8 @@ class Dense(Factor):
         return tuple(self.value.shape[1:])
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.value.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.value.device
-
-    @property
-    def nbytes(self) -> int:
-        return self.value.nbytes
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.value,)
 
     def __getitem__(self, samples: Samples) -> Dense:
         return Dense(self.value[samples])
@@ -76,16 +68,8 @@ class Masked(Factor):
         return tuple(self.value.shape)
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.value.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.value.device
-
-    @property
-    def nbytes(self) -> int:
-        return self.value.nbytes
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.value,)
 
     def __getitem__(self, samples: Samples) -> Masked:
         chosen = torch.arange(self._batch, device=self.device)[samples]

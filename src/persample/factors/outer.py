@@ -8,7 +8,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ..kernels.gram import ROWS, gram_norms
+from ..kernels.gram import ROWS
 from ..kernels.norms import row_norms, wide, widest
 from .base import Factor, Samples, Shape
 from .workspace import Workspace
@@ -41,16 +41,8 @@ class Outer(Factor):
         return (*self.left.shape[1:-2], self.left.shape[-1], self.right.shape[-1])
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.left.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.left.device
-
-    @property
-    def nbytes(self) -> int:
-        return self.left.nbytes + self.right.nbytes
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.left, self.right
 
     def __getitem__(self, samples: Samples) -> Outer:
         return Outer(self.left[samples], self.right[samples], self.scale)
@@ -123,15 +115,11 @@ class Outer(Factor):
         return groups.squeeze(1) if groups.shape[1] == 1 else row_norms(groups)
 
     def _gram_norms(self, space: Workspace) -> Tensor:
-        dtype, found, holds = wide(self.dtype), [], []
-        groups, T = prod(self.left.shape[1:-2]), self.positions
-        for some in space.chunks(self.batch, 2 * groups * min(T, ROWS) * T * dtype.itemsize):
-            left, right = (t[some].to(dtype).reshape(-1, T, t.shape[-1]) for t in (self.left, self.right))
-            memo = self.memo if len(left) == self.batch * groups else None
-            norms, ok = (each.view(-1, groups) for each in gram_norms(left, right, self.dtype, memo))
-            found.append(norms.squeeze(1) if groups == 1 else row_norms(norms))
-            holds.append(ok.all(1))
-        return self.checked(torch.cat(found) * abs(self.scale), torch.cat(holds), space)
+        dtype, T, groups = wide(self.dtype), self.positions, prod(self.left.shape[1:-2])
+        some = space.chunks(self.batch, 2 * groups * min(T, ROWS) * T * dtype.itemsize)
+        both = self.left, self.right
+        parts = ([t[b].to(dtype).reshape(-1, T, t.shape[-1]) for t in both] for b in some)
+        return self._norms_by_gram(parts, groups, space, abs(self.scale), self.memo)
 
     def sizes(self) -> Tensor:
         """Σ_t ‖l_t‖‖r_t‖ ≤ ‖l‖‖r‖."""

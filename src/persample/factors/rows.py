@@ -35,16 +35,8 @@ class Rows(Factor):
         return (self.size, *self.dy.shape[2:])
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.dy.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.dy.device
-
-    @property
-    def nbytes(self) -> int:
-        return self.ids.nbytes + self.dy.nbytes
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.dy, self.ids
 
     def __getitem__(self, samples: Samples) -> Rows:
         return Rows(self.ids[samples], self.dy[samples], self.size)

@@ -28,6 +28,11 @@ class Geometry:
     output_padding: tuple[int, ...]
     groups: int
 
+    @property
+    def arguments(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], bool, tuple[int, ...], int]:
+        """In the order in which PyTorch's convolutions take them."""
+        return self.stride, self.padding, self.dilation, self.transposed, self.output_padding, self.groups
+
     def read_size(self, out_size: Sequence[int], kernel: Sequence[int]) -> tuple[int, ...]:
         """s·(O - 1) + δ·(k - 1) + 1: how much of the padded input the outputs read, not transposed."""
         return tuple(

@@ -82,17 +82,7 @@ def weight_summed(x: Tensor, dy: Tensor, weight_size: Sequence[int], geometry: G
 
 def convolve(x: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
     """The convolution itself, of x (B, R, Cin, *S)."""
-    y: Tensor = torch.ops.aten.convolution(
-        x.flatten(0, 1),
-        weight,
-        None,
-        geometry.stride,
-        geometry.padding,
-        geometry.dilation,
-        geometry.transposed,
-        geometry.output_padding,
-        geometry.groups,
-    )
+    y: Tensor = torch.ops.aten.convolution(x.flatten(0, 1), weight, None, *geometry.arguments)
     return y.view(*x.shape[:2], *y.shape[1:])
 
 
@@ -107,19 +97,8 @@ def as_matrices(x: Tensor, dy: Tensor, weight_size: Sequence[int], geometry: Geo
 
 def _library_gradient(x: Tensor, dy: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
     """PyTorch's weight gradient of images x (N, Cin, *S); of ``weight`` only the shape is read."""
-    grad: Tensor = torch.ops.aten.convolution_backward(
-        dy,
-        x,
-        weight,
-        None,
-        geometry.stride,
-        geometry.padding,
-        geometry.dilation,
-        geometry.transposed,
-        geometry.output_padding,
-        geometry.groups,
-        (False, True, False),
-    )[1]
+    only_weight = (False, True, False)
+    grad: Tensor = torch.ops.aten.convolution_backward(dy, x, weight, None, *geometry.arguments, only_weight)[1]
     return grad
 
 

@@ -48,7 +48,7 @@ class Call:
 
 
 class Reduction(ABC):
-    """Something computed from the gradients of all samples, without the gradients being written out.
+    """Something computed from the gradients of all samples, without all of them being written out.
 
     To make one, subclass and write three methods; ``ps.reduce`` calls them on a copy of the object, so that what
     they store on ``self`` belongs to one call. ``passes`` says how often `add` goes through a factor (a factor that

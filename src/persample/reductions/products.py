@@ -70,7 +70,7 @@ class Dot(Reduction):
 def _stacked(direction: Directions, call: Call) -> tuple[dict[str, Tensor], bool]:
     """Directions by name, (k, *shape) each, and whether there was only one without the dim."""
     given = _by_name(direction, call)
-    wrong = [n for n, p in call.params.items() if tuple(given[n].shape)[-p.ndim or len(given[n].shape) :] != p.shape]
+    wrong = [n for n, p in call.params.items() if given[n].shape[max(0, given[n].ndim - p.ndim) :] != p.shape]
     extra = {given[n].ndim - p.ndim for n, p in call.params.items()}
     counts = {len(given[n]) for n in given if extra == {1}}
     if wrong or not extra <= {0, 1} or len(extra) > 1 or len(counts) > 1:
