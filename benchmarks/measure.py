@@ -15,6 +15,7 @@ import torch
 
 import persample as ps
 from persample.graph.plan import plan
+from persample.graph.roots import Roots
 
 from .environment import Others
 from .methods import METHODS, After, Method
@@ -87,7 +88,7 @@ def measure(workload: Workload, effort: Effort) -> Timing:
         others = Others()
         seconds, plain = _all(task, effort)
         busy = others.cores()
-    found = plan(task.losses(), list(task.params().values()))
+    found = plan(Roots.of_losses(task.losses()), list(task.params().values()))
     return Timing(
         workload,
         sum(p.numel() for p in task.params().values()),

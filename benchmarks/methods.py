@@ -10,6 +10,7 @@ from torch import Tensor
 import persample as ps
 from persample.graph.entry import capture
 from persample.graph.plan import plan
+from persample.graph.roots import Roots
 
 from .workloads import Task
 
@@ -37,7 +38,7 @@ def _plain(task: Task) -> After:
 
 def _walk(task: Task) -> After:
     params = list(task.params().values())
-    return lambda losses: plan(losses, params)
+    return lambda losses: plan(Roots.of_losses(losses), params)
 
 
 def _capture(task: Task) -> After:

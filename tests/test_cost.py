@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import persample as ps
 from persample.graph import probe
 from persample.graph.plan import plan
+from persample.graph.roots import Roots
 
 Network = Callable[[int, int], tuple[nn.Module, Tensor]]
 
@@ -78,7 +79,7 @@ def test_ordinary_networks_take_one_backward_and_no_probe(
 def test_the_engine_computes_no_summed_weight_gradient(network: Network) -> None:
     """Nothing beyond the frontier is requested: no parameter's summed gradient is asked for."""
     model, losses = network(4, 3)
-    found = plan(losses, list(model.parameters()))
+    found = plan(Roots.of_losses(losses), list(model.parameters()))
     leaves = set(found.tape.leaves)
     assert found.frontier
     assert not [slot for slot in found.requested if slot[0] in leaves]

@@ -39,7 +39,7 @@ def test_a_rule_is_told_what_was_not_saved() -> None:
     net = nn.Linear(3, 2)
     net.weight.requires_grad_(False)  # then the input is not needed
     losses = net(torch.randn(4, 3)).sum(1)
-    tape = walk(losses, [net.bias])
+    tape = walk([losses.grad_fn], [net.bias])
     (node,) = [node for node in tape.order if "Addmm" in type(node).__name__]
     with pytest.raises(LookupError, match="Addmm did not save 'mat1'"):
         Site(tape, node).tensor("mat1")

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import persample as ps
 from persample.graph.capture import Capture
 from persample.graph.plan import plan
+from persample.graph.roots import Roots
 from tests.reference import assert_same, definition
 
 Program = tuple[nn.Module, Callable[[], Tensor]]
@@ -168,7 +169,7 @@ def test_nothing_stays_behind_after_an_exception(monkeypatch: pytest.MonkeyPatch
     forward = lambda: top(Own.apply(low(x), w).tanh()).square().sum(1)  # noqa: E731
     params = {"w": w, **{f"top.{n}": p for n, p in top.named_parameters()}, "low": low.weight}
     losses, want = forward(), definition(forward(), params)
-    assert plan(losses, list(params.values())).hooked, "nothing would be hooked: a useless test"
+    assert plan(Roots.of_losses(losses), list(params.values())).hooked, "nothing would be hooked: a useless test"
     attributes = {name: (dict(vars(p)), p._backward_hooks) for name, p in params.items()}
     seen = count_calls(monkeypatch)
     Own.broken = True
@@ -220,7 +221,7 @@ def test_generators_are_untouched(program: Callable[..., Program]) -> None:
 
 def test_the_shuffled_program_is_probed() -> None:
     model, forward = shuffled()
-    assert plan(forward(), list(model.parameters())).map.probed
+    assert plan(Roots.of_losses(forward()), list(model.parameters())).map.probed
 
 
 @every_program

@@ -36,7 +36,7 @@ def find(output: Tensor, name: str) -> Node:
 def site_of(output: Tensor, name: str) -> Site:
     """The nearest node of one type, as the rules see it, with all leaves requested."""
     leaves = [node.variable for node in nodes(output) if is_leaf(node)]
-    return Site(walk(output, leaves), find(output, name))
+    return Site(walk([output.grad_fn], leaves), find(output, name))
 
 
 def wanted(site: Site) -> list[int]:

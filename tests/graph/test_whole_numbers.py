@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from persample.graph.plan import plan
+from persample.graph.roots import Roots
 from tests.graph.claims import refuted_cotangents
 
 DATA = torch.tensor([[0.7, 0.2]], dtype=torch.float64)
@@ -60,7 +61,7 @@ def convolved(x: Tensor, counts: list[int]) -> Tensor:
 def refuted(way: Any, counts: list[int]) -> list[str]:
     p = torch.tensor([0.3, 0.1], dtype=torch.float64, requires_grad=True)
     losses = way((DATA @ p).sin(), counts)
-    return refuted_cotangents(plan(losses, [p]), losses)
+    return refuted_cotangents(plan(Roots.of_losses(losses), [p]), losses)
 
 
 @pytest.mark.parametrize("way", [spread, taken, gathered, product, convolved])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from torch import Tensor
 from torch.autograd.graph import Node
 
 from .flows import FLOWS
@@ -13,9 +12,10 @@ from .flows.products import LETTERS
 from .flows.registry import whole
 from .flows.shapes import SECTIONS
 from .invoke import is_compiled, is_opaque
-from .layout import Block, Layout, join
+from .layout import Layout, join
 from .names import READS
 from .probe import probe_node, probe_slots
+from .roots import Roots
 from .saved import constants, in_checkpoint
 from .site import Fate, Flow, Site, weights_only
 from .tape import Slot, Tape, is_leaf, op_name
@@ -46,22 +46,24 @@ class Map:
         return found
 
 
-def assign(tape: Tape, losses: Tensor) -> Map:
+def assign(tape: Tape, roots: Roots) -> Map:
     """Follow the samples through the whole tape."""
-    return _Assignment(tape, losses).run()
+    return _Assignment(tape, roots).run()
 
 
 class _Assignment:
     """The state of one pass over the tape."""
 
-    def __init__(self, tape: Tape, losses: Tensor) -> None:
-        self.tape, self.losses = tape, losses
-        self.map = Map(len(losses))
-        self.map.cotangents[tape.root] = Block(len(losses), 1)
+    def __init__(self, tape: Tape, roots: Roots) -> None:
+        self.tape, self.roots = tape, roots
+        self.map = Map(roots.batch)
         self.forced: dict[Slot, Fate] | None = None  # what a real backward showed below custom nodes
         self.settled: dict[Slot, Fate] = {}  # cotangents of which a real backward showed the whole sum
 
     def run(self) -> Map:
+        for slot, layout in zip(self.roots.slots, self.roots.layouts, strict=True):
+            if slot[0] in self.tape.edges:
+                self._merge(slot, layout)
         cotangents, batched = self.map.cotangents, self.map.batched
         for node in self.tape.order:
             site = self.map.sites[node] = Site(self.tape, node)
@@ -118,7 +120,7 @@ class _Assignment:
         """Samples could meet here, random cotangents say; do they in this call, or are they kept apart by zeros?"""
         if any(is_compiled(node) for node in self.tape.order):  # compiled regions may refuse to run while kept
             return Flow.MIXED
-        fate = self.settled[slot] = probe_slots(self.tape, self.losses, [slot])[slot]
+        fate = self.settled[slot] = probe_slots(self.tape, self.roots, [slot])[slot]
         if fate is not None:
             self.map.cotangents[slot] = fate
         return fate
@@ -139,7 +141,7 @@ class _Assignment:
                 for slot in self.tape.edges[node]
                 if slot is not None and not is_leaf(slot[0])
             }
-            self.forced = probe_slots(self.tape, self.losses, list(slots))
+            self.forced = probe_slots(self.tape, self.roots, list(slots))
         return self.forced
 
     def _merge(self, slot: Slot, fate: Fate) -> None:

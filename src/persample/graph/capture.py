@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from ..factors import Dense, Factor, Masked, combine
@@ -22,6 +22,7 @@ from .invoke import call, is_opaque, sum_to
 from .layout import Layout, labels
 from .plan import Plan
 from .pullback import lifted, pull
+from .roots import Roots
 from .rules import RULES, Use, by_probe
 from .site import Flow, Site
 from .tape import Slot, is_leaf
@@ -32,8 +33,8 @@ Sink = Callable[[str, Factor], None]  # called once per parameter that the losse
 class Capture:
     """The state of one backward."""
 
-    def __init__(self, plan: Plan, losses: Tensor, params: Mapping[str, Tensor], sink: Sink) -> None:
-        self.plan, self.tape, self.map, self.losses = plan, plan.tape, plan.map, losses
+    def __init__(self, plan: Plan, roots: Roots, params: Mapping[str, Tensor], sink: Sink) -> None:
+        self.plan, self.tape, self.map, self.roots = plan, plan.tape, plan.map, roots
         self.sink = sink
         self.names: dict[int, list[str]] = {}
         for name, p in params.items():
@@ -68,10 +69,7 @@ class Capture:
         requested = self.plan.requested
         if not requested:
             return {}
-        edges = [GradientEdge(node, nr) for node, nr in requested]
-        with torch.enable_grad():
-            total = self.losses.sum()  # a cotangent of ones, without the imports that a given one costs once
-        grads = torch.autograd.grad(total, edges, retain_graph=retain_graph, allow_unused=True)
+        grads = self.roots.backward(requested, retain_graph=retain_graph)
         return {slot: g.detach() for slot, g in zip(requested, grads, strict=True) if g is not None}
 
     def _take_requested(self, cotangents: dict[Slot, Tensor]) -> None:

@@ -13,6 +13,7 @@ from .entry import check_reached
 from .interaction import interactions
 from .layout import Block, Layout, Shape, sample_dims, split
 from .plan import plan
+from .roots import Roots
 from .tape import is_leaf, op_name, walk
 
 
@@ -51,13 +52,14 @@ def describe(losses: Tensor, params: Mapping[str, Tensor]) -> tuple[list[Handlin
             Handling(name, "", "", "", "the losses are a parameter themselves, or reach none") for name in params
         ], []
     try:
-        check_reached(walk(losses, params.values()), params)
-        found = plan(losses, list(params.values())) if len(losses) > 1 else None
+        roots = Roots.of_losses(losses)
+        check_reached(walk([node for node, _ in roots.slots], params.values()), params)
+        found = plan(roots, list(params.values())) if len(losses) > 1 else None
     except UnsupportedError as error:
         return [Handling(name, "", "", "", f"refused: {error}") for name in params], []
     if found is None:
         return [Handling(name, "", "", "", "one sample or none: an ordinary backward") for name in params], []
-    capture = Capture(found, losses, params, lambda name, factor: None)
+    capture = Capture(found, roots, params, lambda name, factor: None)
     capture.run(retain_graph=True)
     rows: dict[str, list[Handling]] = {name: [] for name in params}
     for site, k, how in capture.record:

@@ -17,6 +17,7 @@ from .capture import Capture, Sink
 from .interaction import interactions
 from .invoke import is_opaque
 from .plan import Plan, plan
+from .roots import Roots, slot_of
 from .tape import Tape, walk
 
 
@@ -33,20 +34,37 @@ def capture_into(
 
     ``tell_bytes`` is told before, about how much memory the forward pass has kept.
     """
-    if not len(losses) or not params:
+    if not len(losses):
         return
     if losses.grad_fn is None:
         for name, p in params.items():
             if p is losses:
                 sink(name, Masked(torch.ones_like(p), torch.arange(len(p), device=p.device), len(p)))
-    elif len(losses) == 1:
-        _one_sample(losses, params, sink, retain_graph)
     else:
-        _several(losses, params, sink, retain_graph, independent, tell_bytes)
+        roots = Roots.of_losses(losses)
+        capture_from(roots, params, sink, retain_graph=retain_graph, independent=independent, tell_bytes=tell_bytes)
+
+
+def capture_from(
+    roots: Roots,
+    params: Mapping[str, Tensor],
+    sink: Sink,
+    *,
+    retain_graph: bool,
+    independent: bool = False,
+    tell_bytes: Callable[[int], None] | None = None,
+) -> None:
+    """The same from any place of a graph at which samples can be told apart."""
+    if not roots.batch or not params:
+        return
+    if roots.batch == 1:
+        _one_sample(roots, params, sink, retain_graph)
+    else:
+        _several(roots, params, sink, retain_graph, independent, tell_bytes)
 
 
 def _several(
-    losses: Tensor,
+    roots: Roots,
     params: Mapping[str, Tensor],
     sink: Sink,
     retain_graph: bool,
@@ -54,7 +72,7 @@ def _several(
     tell_bytes: Callable[[int], None] | None,
 ) -> None:
     """The general case."""
-    found = plan(losses, list(params.values()))
+    found = plan(roots, list(params.values()))
     check_reached(found.tape, params)
     _refuse_module_hooks(found)
     meeting = interactions(found.tape, found.map)
@@ -63,8 +81,8 @@ def _several(
     elif independent:
         _refuse_unseen(found.tape)
     if tell_bytes is not None:
-        tell_bytes(found.activation_bytes(losses.element_size()))
-    running = Capture(found, losses, params, sink)
+        tell_bytes(found.activation_bytes(roots.itemsize))
+    running = Capture(found, roots, params, sink)
     running.run(retain_graph)
     # Where samples interact, it has been said that everything below is slow.
     notes = running.slow if meeting else {**running.slow, **running.slow_below}
@@ -81,10 +99,10 @@ def capture(
     return found
 
 
-def _one_sample(losses: Tensor, params: Mapping[str, Tensor], sink: Sink, retain_graph: bool) -> None:
+def _one_sample(roots: Roots, params: Mapping[str, Tensor], sink: Sink, retain_graph: bool) -> None:
     """One sample: an ordinary backward, on a graph that was looked at all the same."""
-    check_reached(walk(losses, params.values()), params)
-    grads = torch.autograd.grad(losses, list(params.values()), retain_graph=retain_graph, allow_unused=True)
+    check_reached(walk([node for node, _ in roots.slots], params.values()), params)
+    grads = roots.backward([slot_of(p) for p in params.values()], retain_graph=retain_graph)
     for name, g in zip(params, grads, strict=True):
         if g is not None:
             sink(name, Dense((g if g.layout == torch.strided else g.to_dense()).detach().unsqueeze(0)))

@@ -11,6 +11,7 @@ from torch.autograd.graph import Node
 
 from .assign import Map, assign
 from .names import WEIGHT_VIEWS
+from .roots import Roots
 from .tape import Slot, Tape, is_leaf, op_name, walk
 
 
@@ -31,10 +32,10 @@ class Plan:
         return itemsize * sum(prod(shape) for node in nodes for shape in self.tape.shapes(node))
 
 
-def plan(losses: Tensor, params: Sequence[Tensor]) -> Plan:
+def plan(roots: Roots, params: Sequence[Tensor]) -> Plan:
     """Read the graph and decide; nothing of it is run, but for probes where this call's data decide."""
-    tape = walk(losses, params)
-    found = Plan(tape, assign(tape, losses))
+    tape = walk([node for node, _ in roots.slots], params)
+    found = Plan(tape, assign(tape, roots))
     inner: set[Node] = set()  # nodes from which the engine goes on to something requested
     for node in reversed(tape.order):
         states = [found.map.cotangents.get((node, nr)) for nr in range(len(tape.shapes(node)))]

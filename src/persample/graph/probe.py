@@ -17,10 +17,10 @@ from math import prod
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
 from .invoke import call_each
 from .layout import NOBODY, Block, Labels, Layout, Shape, carry, labels, sample_dims, simplify, strides
+from .roots import Roots
 from .saved import metadata
 from .site import Fate, Flow, Site
 from .tape import Slot, Tape
@@ -68,18 +68,23 @@ def _guess(shapes: Sequence[Shape], layouts: Sequence[Layout | None], target: Sh
     return carry(layout, shape, target, [d if shape[d] == target[d] else None for d in range(len(shape))])
 
 
-def probe_slots(tape: Tape, losses: Tensor, slots: Sequence[Slot]) -> dict[Slot, Fate]:
-    """The fate of the cotangents at ``slots``, by real backwards from the losses."""
-    edges = [GradientEdge(node, nr) for node, nr in slots]
-    samples = torch.arange(len(losses), device=losses.device)
-    start = _noise((len(losses),), losses.dtype, losses.device, seed=0)  # not ones: whole numbers meet by chance
+def probe_slots(tape: Tape, roots: Roots, slots: Sequence[Slot]) -> dict[Slot, Fate]:
+    """The fate of the cotangents at ``slots``, by real backwards from the roots."""
+    about = [metadata(node)[nr] for node, nr in roots.slots]
+    starts = [  # not ones: whole numbers meet by chance
+        _noise(tuple(m.shape), m.dtype, m.device, seed=nr) for nr, m in enumerate(about)
+    ]
+    marks = [labels(lay, tuple(m.shape), m.device) for lay, m in zip(roots.layouts, about, strict=True)]
 
     def run(scales: Sequence[_Scale | None]) -> list[_Outputs]:
-        cotangents = [start if scale is None else start * scale(samples).to(losses.dtype) for scale in scales]
-        runs = [torch.autograd.grad(losses, edges, c, retain_graph=True, allow_unused=True) for c in cotangents]
-        return [[_plain(t) for t in grads] for grads in runs]
+        runs = []
+        for scale in scales:
+            pairs = zip(starts, marks, strict=True)
+            scaled = [g if scale is None else g * scale(mark).to(g.dtype) for g, mark in pairs]
+            runs.append([_plain(t) for t in roots.pull(scaled, slots, retain_graph=True)])
+        return list(runs)
 
-    fates = _ask(run, [tape.shape(s) for s in slots], len(losses), base=_base(losses.dtype))
+    fates = _ask(run, [tape.shape(s) for s in slots], roots.batch, base=_base(about[0].dtype))
     return dict(zip(slots, fates, strict=True))
 
 

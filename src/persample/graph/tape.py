@@ -1,4 +1,4 @@
-"""The autograd graph below ``losses``, as a flat list: every node after all that feed it cotangents."""
+"""The autograd graph below the losses, as a flat list: every node after all that feed it cotangents."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ Slot = tuple[Node, int]  # a node's cotangent number nr: the gradient of the for
 class Tape:
     """Nodes that lead to a requested parameter, from the losses down."""
 
-    root: Slot
     order: list[Node]
     edges: dict[Node, tuple[Slot | None, ...]]  # per backward output; None where nothing requested lies beyond
     leaves: dict[Node, Tensor]  # AccumulateGrad nodes of requested parameters
@@ -75,18 +74,16 @@ def is_leaf(node: Node) -> bool:
     return type(node).__name__ == "AccumulateGrad"
 
 
-def walk(losses: Tensor, params: Iterable[Tensor]) -> Tape:
-    """Read the graph once, without recursion."""
-    assert losses.grad_fn is not None
+def walk(roots: Iterable[Node], params: Iterable[Tensor]) -> Tape:
+    """Read the graph below ``roots`` once, without recursion."""
     wanted = {id(p) for p in params}
-    root = losses.grad_fn
     needed: dict[Node, bool] = {}
     leaves: dict[Node, Tensor] = {}
     others: list[Node] = []
     after: list[Node] = []  # children before parents
     children: dict[Node, tuple[tuple[Node | None, int], ...]] = {}
     fed: set[Node] = set()
-    stack: list[tuple[Node, bool]] = [(root, False)]
+    stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
     while stack:
         node, expanded = stack.pop()
         if expanded:
@@ -121,7 +118,7 @@ def walk(losses: Tensor, params: Iterable[Tensor]) -> Tape:
         node: tuple((c, nr) if c is not None and needed[c] else None for c, nr in children[node]) for node in after
     }
     after.reverse()
-    return Tape((root, losses.output_nr), after, edges, leaves, others, fed)
+    return Tape(after, edges, leaves, others, fed)
 
 
 def share_nodes(a: Tensor, b: Tensor) -> bool:
