@@ -1,9 +1,10 @@
 """The gradient of every single example, for any PyTorch model, at about the price of one ordinary backward."""
 
-from . import testing
+from . import expanded, nn, testing
 from ._errors import InteractionError, NonFiniteError, PerformanceWarning, UnsupportedError
 from ._version import __version__
 from .api import grad
+from .call import call_for_per_sample_grads
 from .explain import Explanation, explain
 from .factors import Factor
 from .reduce import backward, reduce
@@ -46,11 +47,14 @@ __all__ = [
     "WeightedSum",
     "__version__",
     "backward",
+    "call_for_per_sample_grads",
     "clipped_sum",
     "dot",
+    "expanded",
     "explain",
     "grad",
     "gram",
+    "nn",
     "norms",
     "project",
     "reduce",

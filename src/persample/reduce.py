@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -109,31 +109,43 @@ def _run(
     max_memory: int | None,
 ) -> Iterator[list[Reduction]]:
     """All reductions after the backward, to be asked for their results under the modes of this package."""
-    for reduction in reductions:
-        if not isinstance(cast(object, reduction), Reduction):
-            hint = f": write {reduction.__name__}()" if isinstance(reduction, type) else ""
-            raise TypeError(f"expected reductions such as ps.Norms(), but got {reduction!r}{hint}")
-    check_memory(max_memory)
+    check_reductions(reductions, max_memory)
     tensors = named(params)
     check_losses(losses)
+    with boundary(losses):
+        run, tell_bytes = start(reductions, params, tensors, len(losses), losses.device, max_memory)
+        capture_into(
+            losses, tensors, run.add, retain_graph=retain_graph, independent=independent, tell_bytes=tell_bytes
+        )
+        with torch.no_grad():
+            yield run.reductions
+
+
+def start(
+    reductions: Sequence[Reduction],
+    params: Params,
+    tensors: Mapping[str, Tensor],
+    batch: int,
+    device: torch.device,
+    max_memory: int | None,
+) -> tuple[Run, Callable[[int], None] | None]:
+    """A run of the reductions; and, where memory was not bounded, whom to tell what the forward pass has kept."""
     space = Workspace(max_memory)
 
     def default_limit(activations: int) -> None:
         space.limit = max(activations, _LEAST)
 
-    with boundary(losses):
-        call = Call(tensors, len(losses), losses.device, lambda found: pack(params, found), space)
-        run = Run(reductions, call)
-        capture_into(
-            losses,
-            tensors,
-            run.add,
-            retain_graph=retain_graph,
-            independent=independent,
-            tell_bytes=default_limit if max_memory is None else None,
-        )
-        with torch.no_grad():
-            yield run.reductions
+    call = Call(tensors, batch, device, lambda found: pack(params, found), space)
+    return Run(reductions, call), default_limit if max_memory is None else None
+
+
+def check_reductions(reductions: Sequence[Reduction], max_memory: int | None) -> None:
+    """Refuse what is not a reduction, and what is not a number of bytes."""
+    for reduction in reductions:
+        if not isinstance(cast(object, reduction), Reduction):
+            hint = f": write {reduction.__name__}()" if isinstance(reduction, type) else ""
+            raise TypeError(f"expected reductions such as ps.Norms(), but got {reduction!r}{hint}")
+    check_memory(max_memory)
 
 
 def check_memory(max_memory: int | None) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch.autograd.graph import Node
 
+from .custom import taught
 from .flows import FLOWS
 from .flows.products import LETTERS
 from .flows.registry import whole
@@ -126,10 +127,11 @@ class _Assignment:
         return fate
 
     def _by_rule(self, site: Site, k: int, layouts: Sequence[Layout | None]) -> Fate:
+        if is_opaque(site.node):
+            known = taught(site.node)
+            return Flow.PROBE if known is None or known.flow is None else known.flow(site, k, layouts)
         rule = FLOWS.get(site.name)
-        if rule is None or is_opaque(site.node):
-            return Flow.PROBE
-        return rule(site, k, layouts)
+        return Flow.PROBE if rule is None else rule(site, k, layouts)
 
     def _by_backward(self) -> dict[Slot, Fate]:
         """What lies below custom nodes, asked once for all of them."""

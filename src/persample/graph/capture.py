@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..factors import Dense, Factor, Masked, combine
 from . import saved
+from .custom import taught
 from .fallback import push_masked
 from .invoke import call, is_opaque, sum_to
 from .layout import Layout, labels
@@ -126,7 +127,8 @@ class Capture:
         if isinstance(flow, Layout):
             return self._separable_edge(use, flow)
         if is_opaque(use.site.node):
-            return None
+            known = taught(use.site.node)
+            return None if known is None else known.rule(use)
         fast = RULES.get(use.site.name)
         factor = None if fast is None else fast(use)
         return factor if factor is not None or flow is Flow.MIXED else by_probe(use)

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from .._errors import InteractionError, PerformanceWarning, UnsupportedError
 from ..factors import Dense, Factor, Masked
 from .capture import Capture, Sink
+from .custom import taught
 from .interaction import interactions
 from .invoke import is_opaque
 from .plan import Plan, plan
@@ -52,15 +54,21 @@ def capture_from(
     *,
     retain_graph: bool,
     independent: bool = False,
+    trust_unseen: bool = False,
     tell_bytes: Callable[[int], None] | None = None,
+    verify: Callable[[Plan], None] | None = None,
 ) -> None:
-    """The same from any place of a graph at which samples can be told apart."""
+    """The same from any places of a graph at which samples can be told apart.
+
+    ``trust_unseen`` takes custom Functions to keep samples apart, where ``independent`` alone would refuse them.
+    ``verify`` is shown where the samples lie in the whole graph before anything is run, and may raise.
+    """
     if not roots.batch or not params:
         return
     if roots.batch == 1:
         _one_sample(roots, params, sink, retain_graph)
     else:
-        _several(roots, params, sink, retain_graph, independent, tell_bytes)
+        _several(roots, params, sink, retain_graph, independent, trust_unseen, tell_bytes, verify)
 
 
 def _several(
@@ -69,7 +77,9 @@ def _several(
     sink: Sink,
     retain_graph: bool,
     independent: bool,
+    trust_unseen: bool,
     tell_bytes: Callable[[int], None] | None,
+    verify: Callable[[Plan], None] | None,
 ) -> None:
     """The general case."""
     found = plan(roots, list(params.values()))
@@ -78,8 +88,10 @@ def _several(
     meeting = interactions(found.tape, found.map)
     if meeting:
         _report_interaction(meeting, independent)
-    elif independent:
+    elif independent and not trust_unseen:
         _refuse_unseen(found.tape)
+    if verify is not None:
+        verify(found)
     if tell_bytes is not None:
         tell_bytes(found.activation_bytes(roots.itemsize))
     running = Capture(found, roots, params, sink)
@@ -130,12 +142,16 @@ def _refuse_module_hooks(found: Plan) -> None:
 
 def _refuse_unseen(tape: Tape) -> None:
     """Independence cannot be promised for data that goes straight into a node whose inside nobody sees."""
-    hidden = list(dict.fromkeys(type(node).__name__ for node in tape.order if node in tape.fed and is_opaque(node)))
+    hidden = list(dict.fromkeys(type(node).__name__ for node in tape.order if _is_unseen(tape, node)))
     if hidden:
         raise InteractionError(
             f"cannot see inside {', '.join(hidden)}, which is given data and weights: whether samples interact there "
             f"is unknown. Ask the same of the model without torch.compile or custom Functions, or drop independent=True"
         )
+
+
+def _is_unseen(tape: Tape, node: Node) -> bool:
+    return node in tape.fed and is_opaque(node) and taught(node) is None
 
 
 def _report_interaction(ops: Sequence[str], independent: bool) -> None:

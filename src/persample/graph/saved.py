@@ -55,6 +55,22 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def will_run(node: Node) -> bool:
+    """Will the backward under way come to this node?"""
+    return bool(torch._C._will_engine_execute_node(node))
+
+
+def keeps_graph() -> bool:
+    """Was the backward under way asked to keep its graph?"""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def function_of(node: BackwardCFunction) -> type:
+    """The ``autograd.Function`` that a Python node belongs to."""
+    found: type = node._forward_cls  # type: ignore[attr-defined]
+    return found
+
+
 def is_custom(node: object) -> TypeGuard[BackwardCFunction]:
     """A node written in Python: a custom ``autograd.Function`` or a compiled region."""
     return isinstance(node, BackwardCFunction)

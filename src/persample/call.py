@@ -1,0 +1,231 @@
+"""Per-sample gradients of a module by an ordinary ``loss.backward()``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import update_wrapper
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.utils.rnn import PackedSequence
+
+from .expanded.gate import Receiver, Recording, attach
+from .expanded.inputs import batch_of, holds_batch
+from .expanded.samples import Samples, of_packed
+from .expanded.trees import leaves, tree_map
+from .expanded.weight import ExpandedWeight
+from .factors import Factor
+from .params import named
+from .reduce import check_reductions, start
+from .reductions import Reduction
+
+
+def call_for_per_sample_grads(
+    module: nn.Module,
+    *,
+    batch_size: int | None = None,
+    loss_reduction: str = "sum",
+    batch_first: bool = True,
+    reductions: Sequence[Reduction] | None = None,
+    max_memory: int | None = None,
+) -> PerSampleCall:
+    """Call a module so that the backward of its loss gives every sample's gradient.
+
+    >>> import torch, persample as ps
+    >>> model = torch.nn.Linear(3, 2)
+    >>> ps.call_for_per_sample_grads(model)(torch.ones(5, 3)).square().sum().backward()
+    >>> model.weight.grad_sample.shape, model.weight.grad
+    (torch.Size([5, 2, 3]), None)
+
+    With ``reductions``, they are computed during the backward and nothing is written out:
+
+    >>> call = ps.call_for_per_sample_grads(model, reductions=[ps.Norms(), ps.ClippedSum(1.0)])
+    >>> call(torch.ones(5, 3)).square().sum().backward()
+    >>> norms, total = call.results()
+    >>> norms.shape, total["weight"].shape
+    (torch.Size([5]), torch.Size([2, 3]))
+
+    Args:
+        module: any module that keeps samples apart.
+        batch_size: the number of samples; by default that of the tensors the module is called with.
+        loss_reduction: ``"sum"``, or ``"mean"`` if the loss is divided by the batch size: gradients are then
+            multiplied by it.
+        batch_first: whether the batch is dim 0 of inputs and outputs, or dim 1.
+        reductions: what to compute in place of ``grad_sample``, as for ``ps.reduce``.
+        max_memory: as for ``ps.reduce``; for ``reductions`` only.
+
+    Returns:
+        A callable with the signature of ``module.forward``. After a backward of what it returned, each trainable
+        parameter has ``grad_sample`` of shape (B, *shape), and ``grad`` as before; or the results of ``reductions``
+        can be fetched by its method ``results()``.
+    """
+    if loss_reduction not in ("sum", "mean"):
+        raise RuntimeError(f"loss_reduction must be 'sum' or 'mean', but is {loss_reduction!r}")
+    if not isinstance(cast(object, module), nn.Module):
+        raise RuntimeError(f"module must be an nn.Module, but is a {type(module).__name__}")
+    if batch_size is not None and (not isinstance(cast(object, batch_size), int) or isinstance(batch_size, bool)):
+        raise RuntimeError(f"batch_size must be None or an int, but is a {type(batch_size).__name__}")
+    if batch_size is not None and batch_size < 1:
+        raise RuntimeError(f"batch_size must be at least 1, but is {batch_size}")
+    check_reductions(reductions or (), max_memory)
+    _check_clear(module)
+    return PerSampleCall(module, batch_size, loss_reduction, batch_first, reductions, max_memory)
+
+
+class PerSampleCall:
+    """A module to be called; made by `call_for_per_sample_grads`."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        batch_size: int | None,
+        loss_reduction: str,
+        batch_first: bool,
+        reductions: Sequence[Reduction] | None,
+        max_memory: int | None,
+    ) -> None:
+        self.module = module
+        self._batch_size, self._loss_reduction, self._dim = batch_size, loss_reduction, 0 if batch_first else 1
+        self._reductions, self._max_memory = reductions, max_memory
+        self._results: tuple[Any, ...] | None = None
+        update_wrapper(cast(Callable[..., Any], self), module.forward)
+
+    def results(self) -> tuple[Any, ...]:
+        """One result per reduction, of the last backward; they are handed over once."""
+        if self._reductions is None:
+            raise RuntimeError("there are results where reductions=[...] were asked for; here, look at p.grad_sample")
+        if self._results is None:
+            raise RuntimeError("no backward has come by since results were last taken")
+        found, self._results = self._results, None
+        return found
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module, and wait for the backward."""
+        batch = batch_of((args, kwargs), self._batch_size, self._dim)
+        self._check_clear()
+        _refuse_batch_norms(self.module)
+        params = named(self.module)
+        if not params or not torch.is_grad_enabled():
+            return self.module(*args, **kwargs)
+        weights = {name: ExpandedWeight(p, batch, self._loss_reduction) for name, p in params.items()}
+        samples = self._samples(weights.values(), (args, kwargs), batch)
+        wanted: dict[int, Tensor] = {}
+        inner: dict[int, Tensor] = {}
+
+        def replace(leaf: Any) -> Any:
+            if isinstance(leaf, PackedSequence):
+                return PackedSequence(replace(leaf.data), *leaf[1:]) if leaf.data.requires_grad else leaf
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                wanted[id(leaf)] = leaf
+                inner[id(leaf)] = inner.get(id(leaf), leaf.detach().requires_grad_())
+                return inner[id(leaf)]
+            return leaf
+
+        args, kwargs = tree_map(replace, (args, kwargs))
+        result = functional_call(self.module, dict(weights), args, kwargs)
+        outputs = _outputs(result, samples)
+        if not outputs:
+            return result
+        recording = Recording(
+            what=type(self.module).__name__,
+            leaves={name: weight.leaf for name, weight in weights.items()},
+            inputs=list(inner.values()),
+            outputs=outputs,
+            samples=samples,
+            scale=batch if self._loss_reduction == "mean" else 1,
+            receive=lambda: self._receive(params, batch),
+            working=[weight.working for weight in weights.values()],
+            originals={id(p): name for name, p in params.items()},
+        )
+        attached = attach(recording, list(params.values()), list(wanted.values()))
+        return _replaced(result, dict(zip(map(id, outputs), attached, strict=True)))
+
+    def _samples(self, weights: Any, arguments: Any, batch: int) -> Samples:
+        """What is known before the call; the weights are told to record on it."""
+        found = leaves(arguments)
+        packed = [leaf for leaf in found if isinstance(leaf, PackedSequence)]
+        inputs = [leaf for leaf in found if isinstance(leaf, Tensor) and holds_batch(leaf, batch, self._dim)]
+        samples = Samples(batch, self._dim, inputs=inputs, packed=packed[0] if len(packed) == 1 else None)
+        for weight in weights:
+            weight.samples = samples
+            weight.set_batch_first(self._dim == 0)
+        return samples
+
+    def _check_clear(self) -> None:
+        if self._reductions is None:
+            _check_clear(self.module)
+        elif self._results is not None:
+            raise RuntimeError("the results of an earlier backward are still there: take them by results() first")
+
+    @contextmanager
+    def _receive(self, params: Mapping[str, Tensor], batch: int) -> Iterator[Receiver]:
+        """Write ``grad_sample`` during one backward, or feed the reductions."""
+        self._check_clear()
+        if self._reductions is None:
+            with _writing(params, batch) as write:
+                yield Receiver(write)
+        else:
+            device = next(iter(params.values())).device
+            run, tell_bytes = start(self._reductions, self.module, params, batch, device, self._max_memory)
+            yield Receiver(run.add, tell_bytes)
+            with torch.no_grad():
+                self._results = tuple(r.result() for r in run.reductions)
+
+
+@contextmanager
+def _writing(params: Mapping[str, Tensor], batch: int) -> Iterator[Callable[[str, Factor], None]]:
+    """All parameters get their ``grad_sample``, or none: zeros where the loss does not reach them."""
+    stacks: dict[str, Tensor] = {}
+
+    def write(name: str, factor: Factor) -> None:
+        stacks[name] = factor.stack()
+
+    yield write
+    for name, p in params.items():
+        stack = stacks.get(name)
+        p.grad_sample = p.detach().new_zeros(batch, *p.shape) if stack is None else stack  # type: ignore[attr-defined]
+
+
+def _check_clear(module: nn.Module) -> None:
+    for name, p in module.named_parameters():
+        if getattr(p, "grad_sample", None) is not None:
+            raise RuntimeError(
+                f"parameter {name!r} still holds a grad_sample, to which other samples' gradients would be added: "
+                f"set it to None first"
+            )
+
+
+def _refuse_batch_norms(module: nn.Module) -> None:
+    for name, part in module.named_modules():
+        if isinstance(part, nn.modules.batchnorm._BatchNorm) and (part.training or part.running_mean is None):
+            raise RuntimeError(
+                f"samples interact in batch_norm: {type(part).__name__} {name!r} normalises by the statistics of the "
+                f"batch, so that a sample has no gradient of its own. Put it into eval mode, or use GroupNorm"
+            )
+
+
+def _outputs(result: Any, samples: Samples) -> list[Tensor]:
+    """The results that a gradient can come to, each once."""
+    found: dict[int, Tensor] = {}
+    for leaf in leaves(result):
+        if isinstance(leaf, PackedSequence):
+            if int(leaf.batch_sizes[0]) == samples.batch and leaf.data.requires_grad:
+                samples.tell(leaf.data, of_packed(leaf.batch_sizes, leaf.sorted_indices, leaf.data, samples.batch))
+            leaf = leaf.data
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            found[id(leaf)] = leaf
+    return list(found.values())
+
+
+def _replaced(result: Any, attached: Mapping[int, Tensor]) -> Any:
+    """The results, on the user's graph."""
+
+    def replace(leaf: Any) -> Any:
+        if isinstance(leaf, PackedSequence):
+            return PackedSequence(attached.get(id(leaf.data), leaf.data), *leaf[1:])
+        return attached.get(id(leaf), leaf)
+
+    return tree_map(replace, result)

@@ -1,0 +1,34 @@
+"""Weights that record their own use: the second way in, through ``__torch_function__``.
+
+`ExpandedWeight` stands for a weight with one copy per sample; `implements_per_sample_grads` teaches it a function.
+The other names are those that rules written for PyTorch's own expanded weights import.
+"""
+
+from . import places
+from .porting import (
+    forward_helper,
+    is_batch_first,
+    maybe_scale_by_batch_size,
+    set_grad_sample_if_exists,
+    standard_kwargs,
+    sum_over_all_but_batch_and_last_n,
+    unpack_expanded_weight_or_tensor,
+)
+from .registry import HANDLED as HANDLED_FUNCTIONS
+from .rule import Rule, implements_per_sample_grads
+from .weight import ExpandedWeight
+
+__all__ = [
+    "HANDLED_FUNCTIONS",
+    "ExpandedWeight",
+    "Rule",
+    "forward_helper",
+    "implements_per_sample_grads",
+    "is_batch_first",
+    "maybe_scale_by_batch_size",
+    "places",
+    "set_grad_sample_if_exists",
+    "standard_kwargs",
+    "sum_over_all_but_batch_and_last_n",
+    "unpack_expanded_weight_or_tensor",
+]

@@ -1,0 +1,161 @@
+"""One function of data and expanded weights, recorded by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..factors import Factor
+from .gate import Receiver, Recording, attach
+from .registry import Shipped, name_of
+from .samples import Samples, along
+from .trees import leaves, tree_map
+
+if TYPE_CHECKING:
+    from .weight import ExpandedWeight
+
+
+def call_alone(
+    cls: type[ExpandedWeight],
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    rule: Shipped | None,
+    weights: Sequence[ExpandedWeight],
+) -> Any:
+    """Its result, attached to the user's graph by a gate; of weights alone, a weight."""
+    data = [t for t in leaves((args, kwargs)) if isinstance(t, Tensor) and not isinstance(t, cls)]
+    samples = _samples(func, rule, data, weights)
+    if samples is None or not torch.is_grad_enabled():
+        args, kwargs = tree_map(lambda leaf: leaf.leaf if isinstance(leaf, cls) else leaf, (args, kwargs))
+        result = func(*args, **kwargs)
+        return tree_map(lambda leaf: _computed(cls, leaf, weights), result)
+    follow = rule is None or rule.place is None
+    inner: dict[int, Tensor] = {}
+
+    def replace(leaf: Any) -> Any:
+        if isinstance(leaf, cls):
+            return leaf.leaf
+        if isinstance(leaf, Tensor) and (leaf.requires_grad or (follow and _holds_samples(leaf, samples))):
+            inner[id(leaf)] = inner.get(id(leaf), leaf.detach().requires_grad_())
+            return inner[id(leaf)]
+        return leaf
+
+    args, kwargs = tree_map(replace, (args, kwargs))
+    result = func(*args, **kwargs)
+    _place(func, rule, (args, kwargs), result, samples, list(inner.values()))
+    wanted = [t for t in {id(t): t for t in data}.values() if t.requires_grad]
+    outputs = [t for t in leaves(result) if isinstance(t, Tensor) and t.requires_grad]
+    bases = list({id(base): base for weight in weights for base in weight.bases}.values())
+    recording = Recording(
+        what=name_of(func),
+        leaves={str(i): base.leaf for i, base in enumerate(bases)},
+        inputs=[inner[id(t)] for t in wanted] + [x for i, x in inner.items() if i not in {id(t) for t in wanted}],
+        outputs=outputs,
+        samples=samples,
+        scale=weights[0].batch_size if weights[0].loss_reduction == "mean" else 1,
+        receive=_Writer(bases).open,
+        working=[base.working for base in bases],
+        shared=any(weight.is_computed for weight in weights),
+    )
+    attached = dict(zip(map(id, outputs), attach(recording, [b.orig_weight for b in bases], wanted), strict=True))
+    return tree_map(lambda leaf: attached.get(id(leaf), leaf), result)
+
+
+def _computed(cls: type[ExpandedWeight], leaf: Any, weights: Sequence[ExpandedWeight]) -> Any:
+    is_weight = isinstance(leaf, Tensor) and leaf.requires_grad
+    return cls.computed(leaf, weights) if is_weight else leaf
+
+
+def _holds_samples(t: Tensor, samples: Samples) -> bool:
+    floating = t.is_floating_point() or t.is_complex()
+    return floating and t.ndim > samples.dim and t.shape[samples.dim] == samples.batch
+
+
+def _samples(
+    func: Callable[..., Any], rule: Shipped | None, data: Sequence[Tensor], weights: Sequence[ExpandedWeight]
+) -> Samples | None:
+    """Where the batch is; None if there is none, because only weights and constants meet."""
+    first = weights[0]
+    for weight in weights:
+        if (weight.batch_size, weight.loss_reduction, weight.batch_first) != (
+            first.batch_size,
+            first.loss_reduction,
+            first.batch_first,
+        ):
+            raise RuntimeError(
+                f"{name_of(func)} was given expanded weights that disagree: batch_size {first.batch_size} and "
+                f"{weight.batch_size}, loss_reduction {first.loss_reduction!r} and {weight.loss_reduction!r}, "
+                f"batch_first {first.batch_first} and {weight.batch_first}"
+            )
+    dim = (0 if first.batch_first else 1) if rule is None or rule.dim is None else rule.dim
+    sizes = [t.shape[dim] for t in data if t.ndim > dim]
+    if rule is not None and rule.place is not None:
+        if not first.allow_smaller_batches:
+            return Samples(first.batch_size, dim)
+        return Samples(min(sizes[0], first.batch_size) if sizes else first.batch_size, dim)
+    fitting = [n for n in sizes if n == first.batch_size or (first.allow_smaller_batches and 0 < n < first.batch_size)]
+    if fitting:
+        return Samples(fitting[0], dim)
+    if any(t.requires_grad for t in data):
+        raise RuntimeError(
+            f"{name_of(func)} was given data of shapes {[tuple(t.shape) for t in data]} and an expanded weight of "
+            f"batch size {first.batch_size}: expected that size in dim {dim} of the data"
+        )
+    return None
+
+
+def _place(
+    func: Callable[..., Any],
+    rule: Shipped | None,
+    arguments: tuple[tuple[Any, ...], Mapping[str, Any]],
+    result: Any,
+    samples: Samples,
+    inner: Sequence[Tensor],
+) -> None:
+    """Tell where the samples lie: in the results by rule, else in the data."""
+    if rule is not None and rule.place is not None:
+        rule.place(arguments, result, samples)
+        for t in leaves(result):
+            if isinstance(t, Tensor) and t.requires_grad and not samples.knows(t):
+                raise RuntimeError(
+                    f"{name_of(func)} returned shape {tuple(t.shape)}, in which there is no batch of {samples.batch} "
+                    f"samples, the batch size of the expanded weights"
+                )
+    else:
+        for x in inner:
+            if _holds_samples(x, samples):
+                samples.tell(x, along(x.shape, samples.dim, samples.batch))
+
+
+@dataclass
+class _Writer:
+    """Adds to ``grad_sample`` what one backward brings."""
+
+    bases: Sequence[ExpandedWeight]
+    written: bool = False
+
+    @contextmanager
+    def open(self) -> Iterator[Receiver]:
+        if self.written and any(getattr(b.orig_weight, "grad_sample", None) is not None for b in self.bases):
+            raise RuntimeError(
+                "backward came a second time to a function of expanded weights whose grad_sample is still there: "
+                "set grad_sample to None before"
+            )
+        self.written = True
+        yield Receiver(lambda name, factor: add_grad_sample(self.bases[int(name)], factor))
+
+
+def add_grad_sample(weight: ExpandedWeight, factor: Factor) -> None:
+    """Write a factor out, or add it to what earlier uses have written; missing samples are the last ones."""
+    orig, count = weight.orig_weight, weight.batch_size
+    stack = factor.stack()
+    if len(stack) < count:
+        stack = torch.cat([stack, stack.new_zeros(count - len(stack), *stack.shape[1:])])
+    before = getattr(orig, "grad_sample", None)
+    orig.grad_sample = stack if before is None else before + stack  # type: ignore[attr-defined]

@@ -1,0 +1,41 @@
+"""What happens when a function meets an expanded weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from .alone import call_alone
+from .places import PLACES
+from .registry import HANDLED, Shipped, name_of
+from .trees import leaves, tree_map
+
+if TYPE_CHECKING:
+    from .weight import ExpandedWeight
+
+
+def dispatch(
+    cls: type[ExpandedWeight], func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """A registered rule, or the function itself: on the module's record, or on one of its own."""
+    if getattr(func, "__name__", "") == "_cudnn_rnn_flatten_weight":
+        return None  # fused weights are laid out anew; these are never fused
+    weights = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, cls)]
+    rule = HANDLED.get(func)
+    if rule is not None and not isinstance(rule, Shipped):
+        for weight in weights:
+            if weight.is_computed:
+                raise RuntimeError(
+                    f"the rule registered for {name_of(func)} takes weights themselves, and was given one of shape "
+                    f"{tuple(weight.leaf.shape)} that was computed from others"
+                )
+        return rule.apply(tuple(kwargs), func, *args, *kwargs.values())
+    samples = weights[0].samples
+    if samples is None:
+        return call_alone(cls, func, args, kwargs, rule, weights)
+    args, kwargs = tree_map(lambda leaf: leaf.leaf if isinstance(leaf, cls) else leaf, (args, kwargs))
+    result = func(*args, **kwargs)
+    place = PLACES.get(func)
+    if place is not None:
+        place((args, kwargs), result, samples)
+    return result

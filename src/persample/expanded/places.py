@@ -1,0 +1,160 @@
+"""Where functions of weights leave the samples of their data.
+
+Two readers want to know. A function recorded alone is given data that carry the batch in a dim that is known, and
+says where its results do. In a recorded module, a function that was given one of the module's inputs says where
+the samples lie in its result, by which the reading of the module's outputs is checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..graph.layout import Labels, carry
+from .registry import Arguments, Shipped, enter, name_of
+from .samples import Samples, of_packed
+
+Place = Callable[[Arguments, Any, Samples], None]
+
+PLACES: dict[Callable[..., Any], Place] = {}  # for the functions of a recorded module
+
+
+def _argument(arguments: Arguments, position: int, name: str, default: Any = None) -> Any:
+    args, kwargs = arguments
+    return args[position] if position < len(args) else kwargs.get(name, default)
+
+
+def _first(arguments: Arguments) -> Tensor:
+    """The data: every function below takes them first, as ``input``."""
+    found: Tensor = _argument(arguments, 0, "input")
+    return found
+
+
+def _stays(func: Callable[..., Any], ndim: int = 1, behind: int = 0, exactly: bool = False) -> Place:
+    """The batch stays in its dim; data have at least (or exactly) so many dims, and so many behind the batch."""
+
+    def place(arguments: Arguments, result: Any, samples: Samples) -> None:
+        x, least = _first(arguments), max(ndim, samples.dim + 1 + behind)
+        if x.ndim < least or (exactly and x.ndim != least):
+            raise RuntimeError(
+                f"{name_of(func)} with expanded weights expects batched data of {'' if exactly else 'at least '}"
+                f"{least} dims, but got {x.ndim}, of shape {tuple(x.shape)}"
+            )
+        if x.shape[samples.dim] != samples.batch:
+            raise RuntimeError(
+                f"{name_of(func)} was given data of shape {tuple(x.shape)}, with {x.shape[samples.dim]} samples in dim "
+                f"{samples.dim}, and expanded weights of batch size {samples.batch}"
+            )
+        samples.tell_dim(result, samples.dim)
+
+    return place
+
+
+def _normalised(func: Callable[..., Any]) -> Place:
+    def place(arguments: Arguments, result: Any, samples: Samples) -> None:
+        over = _argument(arguments, 1, "normalized_shape")
+        _stays(func, behind=len(over))(arguments, result, samples)
+
+    return place
+
+
+def _batch_norm(arguments: Arguments, result: Any, samples: Samples) -> None:
+    training, mean = _argument(arguments, 5, "training", False), _argument(arguments, 1, "running_mean")
+    if training or mean is None:
+        raise RuntimeError(
+            "batch_norm with the statistics of the batch lets samples interact: a sample has no gradient of its own. "
+            "Use the running statistics (eval mode), or GroupNorm"
+        )
+    _stays(F.batch_norm, ndim=2)(arguments, result, samples)
+
+
+def _bags(arguments: Arguments, result: Any, samples: Samples) -> None:
+    """One bag per sample."""
+    if len(result) != samples.batch:
+        raise RuntimeError(
+            f"embedding_bag made {len(result)} bags for expanded weights of batch size {samples.batch}: expected one "
+            f"bag per sample"
+        )
+    samples.tell_dim(result, 0)
+
+
+def _attention(arguments: Arguments, result: Any, samples: Samples) -> None:
+    """Time first, weights of attention batch first."""
+    _stays(F.multi_head_attention_forward, ndim=3, exactly=True)(arguments, result[0], samples)
+    if result[1] is not None:
+        samples.tell_dim(result[1], 0)
+
+
+def _is_packed(arguments: Arguments) -> bool:
+    """(data, batch_sizes, hidden, weights, …) as opposed to (input, hidden, weights, …)."""
+    return not isinstance(arguments[0][2], (list, tuple)) or isinstance(arguments[0][3], (list, tuple))
+
+
+def _recurrent(arguments: Arguments, result: Any, samples: Samples) -> None:
+    """Outputs carry the batch in dim 0 or 1 or are packed; hidden states in dim 1."""
+    args, _ = arguments
+    output, *states = result
+    order = None
+    if _is_packed(arguments):
+        if samples.packed is not None:
+            order = samples.packed.sorted_indices
+        if int(args[1][0]) == samples.batch:
+            samples.tell(output, of_packed(args[1], order, output, samples.batch))
+    else:
+        samples.tell_dim(output, 0 if args[8] else 1)
+    for state in states:
+        if order is None:
+            samples.tell_dim(state, 1)
+        elif state.shape[1] == samples.batch:
+            samples.tell(state, Labels(samples.batch, order.cpu().reshape(1, -1, 1)))
+
+
+def _follows(kept: Callable[[int], Sequence[int | None]]) -> Place:
+    """The result's samples from the input's, when that is one of the call's; ``kept``: the dims that stay."""
+
+    def place(arguments: Arguments, result: Any, samples: Samples) -> None:
+        x = _first(arguments)
+        layout = samples.of_input(x) if isinstance(x, Tensor) else None
+        if layout is not None:
+            found = carry(layout, tuple(x.shape), tuple(result.shape), kept(x.ndim))
+            if found is not None:
+                samples.tell(result, found)
+
+    return place
+
+
+def _register() -> None:
+    nothing_but_rows = _follows(lambda n: [*range(n - 1), None])
+    images = _follows(lambda n: [0, *[None] * (n - 1)])
+    for d in (1, 2, 3):
+        for name in (f"conv{d}d", f"conv_transpose{d}d"):
+            function = getattr(F, name)
+            enter(function, Shipped(_stays(function, ndim=d + 2, exactly=True), dim=0))
+            PLACES[function] = images
+    enter(F.linear, Shipped(_stays(F.linear, behind=1)))
+    enter(F.bilinear, Shipped(_stays(F.bilinear, behind=1)))
+    enter(F.embedding, Shipped(_stays(F.embedding)))
+    enter(F.prelu, Shipped(_stays(F.prelu)))
+    enter(F.embedding_bag, Shipped(_bags, dim=0))
+    PLACES[F.linear], PLACES[F.embedding] = nothing_but_rows, _follows(range)
+    for name in ("layer_norm", "rms_norm"):
+        for function in (getattr(F, name), getattr(torch, name)):
+            enter(function, Shipped(_normalised(function)))
+    for name in ("group_norm", "instance_norm"):
+        for function in (getattr(F, name), getattr(torch, name)):
+            enter(function, Shipped(_stays(function, ndim=2), dim=0))
+    enter(F.batch_norm, Shipped(_batch_norm, dim=0))
+    enter(F.multi_head_attention_forward, Shipped(_attention, dim=1))
+    for function in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu):
+        enter(function, Shipped(_recurrent))
+        PLACES[function] = _recurrent
+    followed = "matmul mm addmm bmm baddbmm einsum add sub mul div".split()
+    for function in [getattr(torch, name) for name in followed] + [F.scaled_dot_product_attention]:
+        enter(function, Shipped())
+
+
+_register()

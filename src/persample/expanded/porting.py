@@ -1,0 +1,110 @@
+"""The helpers that rules written for PyTorch's own expanded weights use, under the same names.
+
+Such a rule is an ``autograd.Function`` called as ``apply(kwarg_names, func, *args, *kwarg_values)``. Its backward hands
+a weight's per-sample gradients to `set_grad_sample_if_exists` and returns gradients of the data only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..factors import Dense, Factor
+from ..graph.roots import slot_of
+from .alone import add_grad_sample
+from .contributions import contribute
+from .registry import name_of
+from .weight import ExpandedWeight
+
+
+def standard_kwargs(kwarg_names: Sequence[str], expanded_args: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments, from one list in which the latter come last."""
+    split = len(expanded_args) - len(kwarg_names)
+    return tuple(expanded_args[:split]), dict(zip(kwarg_names, expanded_args[split:], strict=True))
+
+
+def is_batch_first(expanded_args_and_kwargs: Sequence[Any]) -> bool | None:
+    """Whether the batch is dim 0, as all expanded weights among the arguments say; None if there is none."""
+    said = {arg.batch_first for arg in expanded_args_and_kwargs if isinstance(arg, ExpandedWeight)}
+    if len(said) > 1:
+        raise RuntimeError("the expanded weights of one function disagree on batch_first")
+    return said.pop() if said else None
+
+
+def forward_helper(func: Callable[..., Any], expanded_args: Sequence[Any], expanded_kwargs: Mapping[str, Any]) -> Any:
+    """The function's result for the original weights, with the batch sizes checked; data come first."""
+    values = [*expanded_args, *expanded_kwargs.values()]
+    check_data(func, expanded_args[0] if expanded_args else None, values)
+    args = [_original(arg) for arg in expanded_args]
+    return func(*args, **{name: _original(arg) for name, arg in expanded_kwargs.items()})
+
+
+def check_data(func: Callable[..., Any], data: Any, values: Sequence[Any]) -> None:
+    """Refuse data that do not carry the batch of the expanded weights among ``values``."""
+    weights = [value for value in values if isinstance(value, ExpandedWeight)]
+    dim = 0 if is_batch_first(values) in (True, None) else 1
+    if isinstance(data, ExpandedWeight) or not isinstance(data, Tensor):
+        raise RuntimeError(
+            f"{name_of(func)} with expanded weights needs a tensor of data as its first argument, "
+            f"not {type(data).__name__}"
+        )
+    if data.ndim <= dim:
+        raise RuntimeError(
+            f"{name_of(func)} was given data of shape {tuple(data.shape)}, which have no batch dim {dim}"
+        )
+    if len({weight.loss_reduction for weight in weights}) > 1:
+        raise RuntimeError(f"the expanded weights given to {name_of(func)} disagree on loss_reduction")
+    found = data.shape[dim]
+    for weight in weights:
+        if found > weight.batch_size or (found < weight.batch_size and not weight.allow_smaller_batches):
+            raise RuntimeError(
+                f"{name_of(func)} was given {found} samples, and an expanded weight of batch size {weight.batch_size}"
+            )
+
+
+def _original(value: Any) -> Any:
+    return value.orig_weight if isinstance(value, ExpandedWeight) else value
+
+
+def unpack_expanded_weight_or_tensor(maybe_expanded_weight: Any, func: Callable[[Tensor], Any] = lambda x: x) -> Any:
+    """``func`` of the original weight, or of a tensor that is no weight; None for anything else."""
+    if isinstance(maybe_expanded_weight, ExpandedWeight):
+        return func(maybe_expanded_weight.orig_weight)
+    if isinstance(maybe_expanded_weight, Tensor):
+        if maybe_expanded_weight.requires_grad:
+            raise RuntimeError(
+                f"a rule for expanded weights was given a plain tensor of shape {tuple(maybe_expanded_weight.shape)} "
+                f"that requires grad in place of a weight; its gradient would be lost"
+            )
+        return func(maybe_expanded_weight)
+    return None
+
+
+def maybe_scale_by_batch_size(grad_sample: Tensor, expanded_weight: ExpandedWeight) -> Tensor:
+    """Undo the division of a mean loss."""
+    return grad_sample * expanded_weight.batch_size if expanded_weight.loss_reduction == "mean" else grad_sample
+
+
+def set_grad_sample_if_exists(maybe_expanded_weight: Any, per_sample_grad_fn: Callable[[Tensor], Tensor]) -> None:
+    """Hand over the per-sample gradients of one use of a weight; nothing happens for what is no expanded weight."""
+    unpacked = unpack_expanded_weight_or_tensor(maybe_expanded_weight)
+    if isinstance(maybe_expanded_weight, ExpandedWeight):
+        weight, value = maybe_expanded_weight, per_sample_grad_fn(unpacked)
+        alone = weight.samples is None
+        hand_over(weight, Dense(maybe_scale_by_batch_size(value, weight) if alone else value))
+
+
+def hand_over(weight: ExpandedWeight, factor: Factor) -> None:
+    """One use of a weight: straight to its ``grad_sample``, or to the record of the module that it is part of."""
+    if weight.samples is None:
+        add_grad_sample(weight, factor)
+    else:
+        contribute(slot_of(weight.leaf)[0], factor)
+
+
+def sum_over_all_but_batch_and_last_n(tensor: Tensor, n_dims: int) -> Tensor:
+    """(B, ..., *last n) -> (B, *last n)."""
+    between = tuple(range(1, tensor.ndim - n_dims))
+    return tensor.sum(between) if between else tensor

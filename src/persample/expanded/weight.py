@@ -1,0 +1,117 @@
+"""A weight that stands for one copy of itself per sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .dispatch import dispatch
+from .gate import Flag
+from .registry import HANDLED
+from .samples import Samples
+
+
+class ExpandedWeight(Tensor):
+    """Acts as ``orig_weight`` in every function, and records its use.
+
+    A backward through what was computed from it writes ``orig_weight.grad_sample``, of shape
+    ``(batch_size, *orig_weight.shape)``, and leaves ``orig_weight.grad`` alone.
+
+    >>> import torch, persample as ps
+    >>> weight = torch.ones(2, 3, requires_grad=True)
+    >>> expanded = ps.expanded.ExpandedWeight(weight, 5, "sum")
+    >>> torch.nn.functional.linear(torch.ones(5, 3), expanded).sum().backward()
+    >>> weight.grad_sample.shape, weight.grad
+    (torch.Size([5, 2, 3]), None)
+
+    Args:
+        orig_weight: the weight; it must require grad.
+        batch_size: how many samples there are.
+        loss_reduction: ``"sum"``, or ``"mean"`` when the loss is divided by the batch size and gradients shall not be.
+    """
+
+    orig_weight: Tensor
+    batch_size: int
+    loss_reduction: str
+    batch_first: bool
+    allow_smaller_batches: bool
+    leaf: Tensor  # stands for the weight in graphs; a function of other leaves for what was computed from weights
+    bases: tuple[ExpandedWeight, ...]  # the weights it was computed from; itself, as a rule
+    is_computed: bool  # from other weights
+    working: Flag  # up while a gradient may come to the leaf
+    samples: Samples | None  # set while a whole module is recorded
+
+    handled_functions = HANDLED
+
+    def __new__(cls, orig_weight: Tensor, batch_size: int, loss_reduction: str) -> ExpandedWeight:
+        if not isinstance(orig_weight, Tensor):
+            raise RuntimeError(f"an ExpandedWeight stands for a tensor, not for a {type(orig_weight).__name__}")
+        if not orig_weight.requires_grad:
+            raise RuntimeError(
+                f"an ExpandedWeight stands for a tensor that requires grad; this one of shape "
+                f"{tuple(orig_weight.shape)} does not"
+            )
+        if loss_reduction not in ("sum", "mean"):
+            raise RuntimeError(f"loss_reduction must be 'sum' or 'mean', not {loss_reduction!r}")
+        made = cls._make(orig_weight.detach().requires_grad_())
+        made.bases, made.is_computed, made.working = (made,), False, Flag()
+        made.leaf.register_hook(partial(_refuse, made.working, tuple(orig_weight.shape)))
+        return made
+
+    def __init__(self, orig_weight: Tensor, batch_size: int, loss_reduction: str) -> None:
+        self.orig_weight, self.batch_size, self.loss_reduction = orig_weight, batch_size, loss_reduction
+        self.batch_first, self.allow_smaller_batches = True, False
+        self.samples = None
+
+    @classmethod
+    def _make(cls, leaf: Tensor) -> ExpandedWeight:
+        with torch.enable_grad():
+            made: ExpandedWeight = leaf.as_subclass(cls)  # a node of its own, so that registered rules can be told
+        made.leaf = leaf
+        return made
+
+    @classmethod
+    def computed(cls, leaf: Tensor, weights: Sequence[ExpandedWeight]) -> ExpandedWeight:
+        """What was computed from weights alone is a weight, too."""
+        made, like = cls._make(leaf), weights[0]
+        made.__init__(leaf, like.batch_size, like.loss_reduction)  # type: ignore[misc]
+        made.batch_first, made.allow_smaller_batches = like.batch_first, like.allow_smaller_batches
+        made.is_computed = True
+        made.bases = tuple({id(base): base for weight in weights for base in weight.bases}.values())
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return dispatch(cls, func, tuple(args), kwargs or {})
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """The original's data."""
+        return self.orig_weight.data
+
+    def set_batch_first(self, is_batch_first: bool = True) -> None:
+        """Say whether the batch is dim 0 of the data that this weight meets, or dim 1."""
+        self.batch_first = is_batch_first
+
+    def set_allow_smaller_batches(self, is_allow_smaller_batches: bool) -> None:
+        """Let data hold fewer samples than ``batch_size``: they are the first ones."""
+        self.allow_smaller_batches = is_allow_smaller_batches
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"ExpandedWeight(batch_size={self.batch_size}, orig_weight={self.orig_weight!r})"
+
+
+def _refuse(working: Flag, shape: tuple[int, ...], g: Tensor) -> None:
+    """A gradient that comes to a leaf in any other way would be lost."""
+    if not working.up:
+        raise RuntimeError(
+            f"a gradient came to an expanded weight of shape {shape} from a tensor that is not a result of the "
+            f"recorded call, or without passing any sample: which sample it belongs to cannot be known. Return "
+            f"such tensors (an auxiliary loss kept on the module) from forward; add penalties on weights outside"
+        )

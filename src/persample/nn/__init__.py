@@ -1,0 +1,5 @@
+"""Counterparts of `torch.nn`'s functions on gradients."""
+
+from . import grad
+
+__all__ = ["grad"]
