@@ -8,7 +8,9 @@ class PerformanceWarning(UserWarning):
 
 
 class InteractionError(RuntimeError):
-    """Independent samples were asked for, and one sample's loss depends on another sample."""
+    """Independent samples were asked for, and one sample's loss depends on another sample; ``ops`` say where."""
+
+    ops: tuple[str, ...] = ()
 
 
 class UnsupportedError(RuntimeError):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import update_wrapper
 from typing import Any, cast
 
@@ -18,6 +18,8 @@ from .expanded.samples import Samples, of_packed
 from .expanded.trees import leaves, tree_map
 from .expanded.weight import ExpandedWeight
 from .factors import Factor
+from .graph.roots import slot_of
+from .graph.tape import leaf_of, walk
 from .params import named
 from .reduce import check_reductions, start
 from .reductions import Reduction
@@ -70,6 +72,8 @@ def call_for_per_sample_grads(
         raise RuntimeError(f"batch_size must be None or an int, but is a {type(batch_size).__name__}")
     if batch_size is not None and batch_size < 1:
         raise RuntimeError(f"batch_size must be at least 1, but is {batch_size}")
+    if isinstance(reductions, Reduction):
+        raise TypeError(f"reductions must be a sequence: write reductions=[{type(reductions).__name__}(...)]")
     check_reductions(reductions or (), max_memory)
     _check_clear(module)
     return PerSampleCall(module, batch_size, loss_reduction, batch_first, reductions, max_memory)
@@ -104,18 +108,22 @@ class PerSampleCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, and wait for the backward."""
-        batch = batch_of((args, kwargs), self._batch_size, self._dim)
-        self._check_clear()
-        _refuse_batch_norms(self.module)
         params = named(self.module)
         if not params or not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
+        batch = batch_of((args, kwargs), self._batch_size, self._dim)
+        self._check_clear()
+        _refuse_batch_norms(self.module)
         weights = {name: ExpandedWeight(p, batch, self._loss_reduction) for name, p in params.items()}
         samples = self._samples(weights.values(), (args, kwargs), batch)
         wanted: dict[int, Tensor] = {}
         inner: dict[int, Tensor] = {}
 
+        by_id = {id(p): weights[name] for name, p in params.items()}
+
         def replace(leaf: Any) -> Any:
+            if id(leaf) in by_id:
+                return by_id[id(leaf)]
             if isinstance(leaf, PackedSequence):
                 return PackedSequence(replace(leaf.data), *leaf[1:]) if leaf.data.requires_grad else leaf
             if isinstance(leaf, Tensor) and leaf.requires_grad:
@@ -125,10 +133,13 @@ class PerSampleCall:
             return leaf
 
         args, kwargs = tree_map(replace, (args, kwargs))
-        result = functional_call(self.module, dict(weights), args, kwargs)
+        with _working(weights.values()):  # a forward may take gradients itself
+            result = functional_call(self.module, _everywhere(self.module, by_id), args, kwargs, tie_weights=False)
         outputs = _outputs(result, samples)
         if not outputs:
             return result
+        for plain in self._others(outputs, weights, params, inner):
+            wanted[id(plain)] = inner[id(plain)] = plain
         recording = Recording(
             what=type(self.module).__name__,
             leaves={name: weight.leaf for name, weight in weights.items()},
@@ -138,10 +149,28 @@ class PerSampleCall:
             scale=batch if self._loss_reduction == "mean" else 1,
             receive=lambda: self._receive(params, batch),
             working=[weight.working for weight in weights.values()],
-            originals={id(p): name for name, p in params.items()},
         )
         attached = attach(recording, list(params.values()), list(wanted.values()))
         return _replaced(result, dict(zip(map(id, outputs), attached, strict=True)))
+
+    def _others(
+        self,
+        outputs: Sequence[Tensor],
+        weights: Mapping[str, ExpandedWeight],
+        params: Mapping[str, Tensor],
+        inner: Mapping[int, Tensor],
+    ) -> list[Tensor]:
+        """Tensors that the module uses though they are neither parameters nor inputs, and that want a gradient."""
+        known = [weight.leaf for weight in weights.values()]
+        found = [leaf_of(node) for node in walk([slot_of(y)[0] for y in outputs], [*known, *inner.values()]).others]
+        names = {id(p): name for name, p in params.items()}
+        past = sorted(names[id(t)] for t in found if id(t) in names)
+        if past:
+            raise RuntimeError(
+                f"{type(self.module).__name__} uses parameters {past} by another way than its attributes of that name "
+                f"(kept in a list or a closure), so that this use was not recorded: read them off the module in forward"
+            )
+        return found
 
     def _samples(self, weights: Any, arguments: Any, batch: int) -> Samples:
         """What is known before the call; the weights are told to record on it."""
@@ -175,13 +204,32 @@ class PerSampleCall:
                 self._results = tuple(r.result() for r in run.reductions)
 
 
+def _everywhere(module: nn.Module, by_id: Mapping[int, ExpandedWeight]) -> dict[str, Tensor]:
+    """The weight for every attribute that is a parameter, by one name for each."""
+    return {
+        f"{path}.{name}" if path else name: by_id[id(p)]
+        for path, part in module.named_modules()
+        for name, p in part.named_parameters(recurse=False, remove_duplicate=False)
+        if id(p) in by_id
+    }
+
+
+@contextmanager
+def _working(weights: Iterable[ExpandedWeight]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for weight in weights:
+            stack.enter_context(weight.working)
+        yield
+
+
 @contextmanager
 def _writing(params: Mapping[str, Tensor], batch: int) -> Iterator[Callable[[str, Factor], None]]:
     """All parameters get their ``grad_sample``, or none: zeros where the loss does not reach them."""
     stacks: dict[str, Tensor] = {}
 
     def write(name: str, factor: Factor) -> None:
-        stacks[name] = factor.stack()
+        p = params[name]
+        stacks[name] = factor.stack(torch.empty((batch, *p.shape), dtype=p.dtype, device=p.device))
 
     yield write
     for name, p in params.items():

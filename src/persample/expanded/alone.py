@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,6 +36,10 @@ def call_alone(
         args, kwargs = tree_map(lambda leaf: leaf.leaf if isinstance(leaf, cls) else leaf, (args, kwargs))
         result = func(*args, **kwargs)
         return tree_map(lambda leaf: _computed(cls, leaf, weights), result)
+    if _writes(func):
+        raise RuntimeError(
+            f"{name_of(func)} changes data in place by an expanded weight: use the form that returns a new tensor"
+        )
     follow = rule is None or rule.place is None
     inner: dict[int, Tensor] = {}
 
@@ -61,10 +66,17 @@ def call_alone(
         scale=weights[0].batch_size if weights[0].loss_reduction == "mean" else 1,
         receive=_Writer(bases).open,
         working=[base.working for base in bases],
-        shared=any(weight.is_computed for weight in weights),
+        follow=follow,
+        shared=any(bool(weight.sources) for weight in weights),
     )
     attached = dict(zip(map(id, outputs), attach(recording, [b.orig_weight for b in bases], wanted), strict=True))
     return tree_map(lambda leaf: attached.get(id(leaf), leaf), result)
+
+
+def _writes(func: Callable[..., Any]) -> bool:
+    """Does the function change its first argument?"""
+    name = getattr(func, "__name__", "")
+    return name in ("__setitem__", "__set__") or bool(re.fullmatch(r"__i[a-z]+__|[a-z]\w*[a-z0-9]_", name))
 
 
 def _computed(cls: type[ExpandedWeight], leaf: Any, weights: Sequence[ExpandedWeight]) -> Any:
@@ -149,13 +161,20 @@ class _Writer:
             )
         self.written = True
         yield Receiver(lambda name, factor: add_grad_sample(self.bases[int(name)], factor))
+        for base in self.bases:
+            orig = base.orig_weight
+            if getattr(orig, "grad_sample", None) is None:  # no element of it was reached
+                orig.grad_sample = orig.detach().new_zeros(base.batch_size, *orig.shape)  # type: ignore[attr-defined]
 
 
 def add_grad_sample(weight: ExpandedWeight, factor: Factor) -> None:
     """Write a factor out, or add it to what earlier uses have written; missing samples are the last ones."""
     orig, count = weight.orig_weight, weight.batch_size
-    stack = factor.stack()
-    if len(stack) < count:
-        stack = torch.cat([stack, stack.new_zeros(count - len(stack), *stack.shape[1:])])
+    stack = (
+        orig.detach().new_zeros(count, *orig.shape)
+        if factor.batch < count
+        else torch.empty_like(orig.expand(count, *orig.shape))
+    )
+    factor.stack(stack[: factor.batch])
     before = getattr(orig, "grad_sample", None)
     orig.grad_sample = stack if before is None else before + stack  # type: ignore[attr-defined]

@@ -24,7 +24,7 @@ def dispatch(
     rule = HANDLED.get(func)
     if rule is not None and not isinstance(rule, Shipped):
         for weight in weights:
-            if weight.is_computed:
+            if weight.sources:
                 raise RuntimeError(
                     f"the rule registered for {name_of(func)} takes weights themselves, and was given one of shape "
                     f"{tuple(weight.leaf.shape)} that was computed from others"

@@ -9,21 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .._errors import InteractionError
-from ..factors import Dense, Factor, Masked, combine
+from ..factors import Dense, combine
 from ..graph.capture import Sink
 from ..graph.entry import capture_from
-from ..graph.plan import Plan
+from ..graph.plan import plan
 from ..graph.roots import Roots, slot_of
 from ..graph.saved import keeps_graph, will_run
-from ..graph.tape import Tape, walk
 from .contributions import contributions
 from .samples import Disagreement, Samples, UnknownBatch
 
@@ -37,9 +35,15 @@ class Receiver(NamedTuple):
 
 @dataclass
 class Flag:
-    """Raised while the gate itself works on the graph behind it."""
+    """Up while gradients may come to a leaf: the gate works on its graph, or the call itself does."""
 
     up: bool = False
+
+    def __enter__(self) -> None:
+        self.up = True
+
+    def __exit__(self, *error: object) -> None:
+        self.up = False
 
 
 @dataclass
@@ -54,121 +58,88 @@ class Recording:
     scale: int  # what the user's loss was divided by
     receive: Callable[[], AbstractContextManager[Receiver]]
     working: Sequence[Flag]
-    originals: Mapping[int, str] = field(default_factory=dict)  # by id, the names of the weights themselves
+    follow: bool = False  # are samples known in the inputs alone?
     shared: bool = False  # is part of the graph other calls' too?
 
     def input_gradients(self, grads: Sequence[Tensor | None], keep: bool) -> tuple[Tensor | None, ...]:
         """An ordinary backward that nobody asked for weights."""
-        live = [(y, g) for y, g in zip(self.outputs, grads, strict=True) if g is not None]
-        found = [None] * len(self.inputs)
-        if live and self.inputs:
-            outputs, cotangents = zip(*live, strict=True)
-            return torch.autograd.grad(outputs, self.inputs, cotangents, retain_graph=keep, allow_unused=True)
-        return tuple(found)
+        live = [(slot_of(y), g) for y, g in zip(self.outputs, grads, strict=True) if g is not None]
+        if not live or not self.inputs:
+            return (None,) * len(self.inputs)
+        roots = Roots([slot for slot, _ in live], [], self.samples.batch, [g for _, g in live])
+        return roots.backward([slot_of(x) for x in self.inputs], retain_graph=keep)
 
     def gradients(self, grads: Sequence[Tensor | None], keep: bool) -> tuple[Tensor | None, ...]:
         """Hand over the factors of all weights; the gradients of the inputs come back."""
         live = [(y, g) for y, g in zip(self.outputs, grads, strict=True) if g is not None]
         outputs = [y for y, _ in live]
         cotangents = [g if self.scale == 1 else g * self.scale for _, g in live]
-        found: dict[str, Tensor] = {}
-        names = {f"input[{i}]": x for i, x in enumerate(self.inputs)}
         with self.receive() as receiver:
-
-            def sink(name: str, factor: Factor) -> None:
-                if name in names:
-                    found[name] = _total(factor, names[name], self.scale)
-                else:
-                    receiver.sink(name, factor)
-
-            if self.samples.batch == 1:
-                self._one(outputs, cotangents, names, sink, keep)
-            elif outputs and self.samples.batch:
-                self._several(outputs, cotangents, names, sink, receiver.tell_bytes, keep)
-            elif not self.samples.batch:
-                for name, leaf in self.leaves.items():
-                    receiver.sink(name, Dense(leaf.detach().new_zeros(0, *leaf.shape)))
-        if not self.samples.batch:
-            return self.input_gradients(grads, keep)
-        return tuple(found.get(name) for name in names)
+            if not outputs:
+                return (None,) * len(self.inputs)
+            if not self.samples.batch:
+                return self.input_gradients(grads, keep)
+            run = self._one if self.samples.batch == 1 else self._several
+            found = run(outputs, cotangents, receiver, keep)
+        return tuple(g if g is None or self.scale == 1 else g / self.scale for g in found)
 
     def _several(
-        self,
-        outputs: Sequence[Tensor],
-        cotangents: Sequence[Tensor],
-        names: Mapping[str, Tensor],
-        sink: Sink,
-        tell_bytes: Callable[[int], None] | None,
-        keep: bool,
-    ) -> None:
+        self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor], receiver: Receiver, keep: bool
+    ) -> tuple[Tensor | None, ...]:
         """The engine's work, for the first reading of the outputs that agrees with what is known inside."""
         meeting: InteractionError | None = None
-        for roots in self.samples.starts(outputs, cotangents, list(self.leaves.values()), self.inputs):
+        weights, plain = list(self.leaves.values()), [slot_of(x) for x in self.inputs]
+        for roots in self._starts(outputs, cotangents):
             try:
-                capture_from(
+                if self.follow:
+                    data = {slot_of(x)[0] for x in self.inputs}
+                    self.samples.verify(plan(roots, [*weights, *self.inputs], data=data))
+                return capture_from(
                     roots,
-                    {**self.leaves, **names},
-                    sink,
+                    self.leaves,
+                    receiver.sink,
                     retain_graph=keep,
                     independent=True,
                     trust_unseen=True,
-                    tell_bytes=tell_bytes,
-                    verify=self._verify,
+                    tell_bytes=receiver.tell_bytes,
+                    verify=None if self.follow else self.samples.verify,
+                    plain=plain,
                 )
             except (Disagreement, InteractionError) as error:
                 meeting = meeting or (error if isinstance(error, InteractionError) else None)
-                continue
-            return
-        raise meeting or UnknownBatch(
+        if meeting is not None:
+            raise InteractionError(
+                f"samples interact in {', '.join(meeting.ops)}, of {self.what}: one sample's loss depends on another sample "
+                f"(or the op's backward is not linear). Use layers that keep samples apart (GroupNorm for BatchNorm, or "
+                f"model.eval()), or ps.grad, which gives the exact Jacobian rows"
+            ) from meeting
+        raise UnknownBatch(
             f"cannot tell the samples apart in what {self.what} returned, of shapes "
             f"{[tuple(y.shape) for y in outputs]}: expected dim {self.samples.dim} to be the batch of "
             f"{self.samples.batch}, as it is in the inputs"
         )
 
-    def _verify(self, plan: Plan) -> None:
-        self._refuse_originals(plan.tape)
-        self.samples.verify(plan)
-
-    def _refuse_originals(self, tape: Tape) -> None:
-        """A weight that was used itself, past the one that stands for it, would miss that use."""
-        used = [self.originals.get(id(node.variable)) for node in tape.others]  # type: ignore[attr-defined]
-        past = sorted({name for name in used if name is not None})
-        if past:
-            raise RuntimeError(
-                f"{self.what} uses parameters {past} by another way than its attributes of that name (kept in a list, "
-                f"a closure, or another module), so that this use was not recorded: read them from the module in forward"
-            )
+    def _starts(self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> Iterator[Roots]:
+        try:
+            yield from self.samples.starts(outputs, cotangents, list(self.leaves.values()), self.inputs)
+        except UnknownBatch as error:
+            raise UnknownBatch(f"{self.what}: {error}") from error
 
     def _one(
-        self,
-        outputs: Sequence[Tensor],
-        cotangents: Sequence[Tensor],
-        names: Mapping[str, Tensor],
-        sink: Sink,
-        keep: bool,
-    ) -> None:
+        self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor], receiver: Receiver, keep: bool
+    ) -> tuple[Tensor | None, ...]:
         """One sample: an ordinary backward."""
-        tensors = {**self.leaves, **names}
-        self._refuse_originals(walk([slot_of(y)[0] for y in outputs], tensors.values()))
-        slots = [slot_of(t) for t in tensors.values()]
-        with contributions([node for node, _ in slots]) as given:
-            roots = Roots([slot_of(y) for y in outputs], [], 1, cotangents)
-            grads = roots.backward(slots, retain_graph=keep) if outputs else ()
-        for name, (leaf, _), g in zip(tensors, slots, grads, strict=False):
+        slots = {name: slot_of(leaf) for name, leaf in self.leaves.items()}
+        roots = Roots([slot_of(y) for y in outputs], [], 1, cotangents)
+        with contributions([node for node, _ in slots.values()]) as given:
+            grads = roots.backward([*slots.values(), *[slot_of(x) for x in self.inputs]], retain_graph=keep)
+        for (name, (leaf, _)), g in zip(slots.items(), grads, strict=False):
             terms = given[leaf]
             if g is not None:
                 terms.append(Dense((g if g.layout == torch.strided else g.to_dense()).detach().unsqueeze(0)))
             if terms:
-                sink(name, combine(terms))
-
-
-def _total(factor: Factor, like: Tensor, scale: int) -> Tensor:
-    """The gradient of the whole batch."""
-    if isinstance(factor, Masked):
-        value = factor.value
-    else:
-        value = factor.weighted_sum(torch.ones(factor.batch, device=factor.device))
-    return (value if scale == 1 else value / scale).to(like.dtype).reshape(like.shape)
+                receiver.sink(name, combine(terms))
+        return grads[len(slots) :]
 
 
 class _Ask(torch.autograd.Function):
@@ -194,9 +165,13 @@ class _Gate(torch.autograd.Function):
         return tuple(y.detach() for y in recording.outputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         recording, keep = ctx.recording, keeps_graph()
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "per-sample gradients of a call cannot be differentiated again (create_graph=True): use ps.grad's "
+                "definition, torch.autograd.grad(losses[i], params, create_graph=True), for gradients of gradients"
+            )
         if recording is None:
             raise RuntimeError(
                 "this backward comes to a call for per-sample gradients a second time, and the first freed its graph: "
@@ -216,8 +191,7 @@ def _apart(recording: Recording, grads: Sequence[Tensor | None]) -> Iterator[Non
     """The caller's modes stay out, and everybody knows who is at work."""
     with ExitStack() as stack:
         for flag in recording.working:
-            flag.up = True
-            stack.callback(setattr, flag, "up", False)
+            stack.enter_context(flag)
         for kind in {g.device.type for g in grads if g is not None}:
             stack.enter_context(torch.autocast(kind, enabled=False))
         yield

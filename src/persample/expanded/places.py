@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..graph.layout import Labels, carry
+from ..graph.layout import carry
 from .registry import Arguments, Shipped, enter, name_of
 from .samples import Samples, of_packed
 
@@ -95,22 +95,24 @@ def _is_packed(arguments: Arguments) -> bool:
 
 
 def _recurrent(arguments: Arguments, result: Any, samples: Samples) -> None:
-    """Outputs carry the batch in dim 0 or 1 or are packed; hidden states in dim 1."""
+    """Outputs carry the batch in dim 0 or 1 or are packed, the longest sample first; hidden states in dim 1."""
     args, _ = arguments
     output, *states = result
-    order = None
-    if _is_packed(arguments):
-        if samples.packed is not None:
-            order = samples.packed.sorted_indices
-        if int(args[1][0]) == samples.batch:
-            samples.tell(output, of_packed(args[1], order, output, samples.batch))
-    else:
+    if not _is_packed(arguments):
         samples.tell_dim(output, 0 if args[8] else 1)
+    elif int(args[1][0]) == samples.batch:
+        samples.tell(output, of_packed(args[1], None, output, samples.batch))
     for state in states:
-        if order is None:
-            samples.tell_dim(state, 1)
-        elif state.shape[1] == samples.batch:
-            samples.tell(state, Labels(samples.batch, order.cpu().reshape(1, -1, 1)))
+        samples.tell_dim(state, 1)
+
+
+def _recurrent_inside(arguments: Arguments, result: Any, samples: Samples) -> None:
+    """The same in a recorded module, where packed samples lie in an order that only the module's input can tell."""
+    if not _is_packed(arguments):
+        _recurrent(arguments, result, samples)
+    elif samples.packed is not None and arguments[0][0] is samples.packed.data:
+        order = samples.packed.sorted_indices
+        samples.tell(result[0], of_packed(samples.packed.batch_sizes, order, result[0], samples.batch))
 
 
 def _follows(kept: Callable[[int], Sequence[int | None]]) -> Place:
@@ -151,7 +153,7 @@ def _register() -> None:
     enter(F.multi_head_attention_forward, Shipped(_attention, dim=1))
     for function in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu):
         enter(function, Shipped(_recurrent))
-        PLACES[function] = _recurrent
+        PLACES[function] = _recurrent_inside
     followed = "matmul mm addmm bmm baddbmm einsum add sub mul div".split()
     for function in [getattr(torch, name) for name in followed] + [F.scaled_dot_product_attention]:
         enter(function, Shipped())

@@ -60,7 +60,7 @@ class Samples:
 
     def of_input(self, t: Tensor) -> Layout | None:
         """Where the samples lie in one of the call's inputs, or in a view of it."""
-        for x in self.inputs:
+        for x in self.inputs if self.batch > 1 else ():
             if t.untyped_storage().data_ptr() != x.untyped_storage().data_ptr() or not x.is_contiguous():
                 continue
             step, apart = x.stride(self.dim), t.storage_offset() - x.storage_offset()
@@ -139,12 +139,17 @@ class Samples:
 
     def verify(self, plan: Plan) -> None:
         """Refuse a reading of the outputs that contradicts what is known inside."""
+        shared = agreed = 0
         for slot, layout in self.known.items():
             state = plan.map.cotangents.get(slot)
-            if state is None:
-                continue
-            if isinstance(state, Flow) or join(state, layout, plan.tape.shape(slot)) is None:
-                raise Disagreement
+            if state is Flow.SHARED:
+                shared += 1
+            elif state is not None:
+                if isinstance(state, Flow) or join(state, layout, plan.tape.shape(slot)) is None:
+                    raise Disagreement
+                agreed += 1
+        if shared and not agreed:  # a tensor that looks like a batch may be shared, but not all of them
+            raise Disagreement
 
 
 def along(shape: Sequence[int], dim: int, batch: int) -> Block:

@@ -40,8 +40,7 @@ class ExpandedWeight(Tensor):
     batch_first: bool
     allow_smaller_batches: bool
     leaf: Tensor  # stands for the weight in graphs; a function of other leaves for what was computed from weights
-    bases: tuple[ExpandedWeight, ...]  # the weights it was computed from; itself, as a rule
-    is_computed: bool  # from other weights
+    sources: tuple[ExpandedWeight, ...]  # the weights it was computed from, if it was
     working: Flag  # up while a gradient may come to the leaf
     samples: Samples | None  # set while a whole module is recorded
 
@@ -50,6 +49,10 @@ class ExpandedWeight(Tensor):
     def __new__(cls, orig_weight: Tensor, batch_size: int, loss_reduction: str) -> ExpandedWeight:
         if not isinstance(orig_weight, Tensor):
             raise RuntimeError(f"an ExpandedWeight stands for a tensor, not for a {type(orig_weight).__name__}")
+        if isinstance(orig_weight, ExpandedWeight):
+            raise RuntimeError("an ExpandedWeight stands for a weight, not for another ExpandedWeight")
+        if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 0:
+            raise RuntimeError(f"batch_size must be a whole number of samples, not {batch_size!r}")
         if not orig_weight.requires_grad:
             raise RuntimeError(
                 f"an ExpandedWeight stands for a tensor that requires grad; this one of shape "
@@ -58,7 +61,7 @@ class ExpandedWeight(Tensor):
         if loss_reduction not in ("sum", "mean"):
             raise RuntimeError(f"loss_reduction must be 'sum' or 'mean', not {loss_reduction!r}")
         made = cls._make(orig_weight.detach().requires_grad_())
-        made.bases, made.is_computed, made.working = (made,), False, Flag()
+        made.sources, made.working = (), Flag()
         made.leaf.register_hook(partial(_refuse, made.working, tuple(orig_weight.shape)))
         return made
 
@@ -80,8 +83,7 @@ class ExpandedWeight(Tensor):
         made, like = cls._make(leaf), weights[0]
         made.__init__(leaf, like.batch_size, like.loss_reduction)  # type: ignore[misc]
         made.batch_first, made.allow_smaller_batches = like.batch_first, like.allow_smaller_batches
-        made.is_computed = True
-        made.bases = tuple({id(base): base for weight in weights for base in weight.bases}.values())
+        made.sources = tuple({id(base): base for weight in weights for base in weight.bases}.values())
         return made
 
     @classmethod
@@ -89,6 +91,11 @@ class ExpandedWeight(Tensor):
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         return dispatch(cls, func, tuple(args), kwargs or {})
+
+    @property
+    def bases(self) -> tuple[ExpandedWeight, ...]:
+        """The weights that gradients go to: itself, or those it was computed from."""
+        return self.sources or (self,)
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
@@ -107,9 +114,9 @@ class ExpandedWeight(Tensor):
         return f"ExpandedWeight(batch_size={self.batch_size}, orig_weight={self.orig_weight!r})"
 
 
-def _refuse(working: Flag, shape: tuple[int, ...], g: Tensor) -> None:
+def _refuse(working: Flag, shape: tuple[int, ...], g: Tensor | None) -> None:
     """A gradient that comes to a leaf in any other way would be lost."""
-    if not working.up:
+    if g is not None and not working.up:
         raise RuntimeError(
             f"a gradient came to an expanded weight of shape {shape} from a tensor that is not a result of the "
             f"recorded call, or without passing any sample: which sample it belongs to cannot be known. Return "

@@ -34,9 +34,13 @@ Sink = Callable[[str, Factor], None]  # called once per parameter that the losse
 class Capture:
     """The state of one backward."""
 
-    def __init__(self, plan: Plan, roots: Roots, params: Mapping[str, Tensor], sink: Sink) -> None:
+    def __init__(
+        self, plan: Plan, roots: Roots, params: Mapping[str, Tensor], sink: Sink, plain: Sequence[Slot] = ()
+    ) -> None:
         self.plan, self.tape, self.map, self.roots = plan, plan.tape, plan.map, roots
         self.sink = sink
+        self.plain = plain  # where ordinary gradients are wanted
+        self.gradients: tuple[Tensor | None, ...] = (None,) * len(plain)  # what was found there
         self.names: dict[int, list[str]] = {}
         for name, p in params.items():
             self.names.setdefault(id(p), []).append(name)
@@ -68,10 +72,11 @@ class Capture:
 
     def _backward(self, retain_graph: bool) -> dict[Slot, Tensor]:
         requested = self.plan.requested
-        if not requested:
+        if not requested and not self.plain:
             return {}
-        grads = self.roots.backward(requested, retain_graph=retain_graph)
-        return {slot: g.detach() for slot, g in zip(requested, grads, strict=True) if g is not None}
+        grads = self.roots.backward([*requested, *self.plain], retain_graph=retain_graph)
+        self.gradients = grads[len(requested) :]
+        return {slot: g.detach() for slot, g in zip(requested, grads, strict=False) if g is not None}
 
     def _take_requested(self, cotangents: dict[Slot, Tensor]) -> None:
         for slot, g in cotangents.items():

@@ -20,7 +20,7 @@ from .interaction import interactions
 from .invoke import is_opaque
 from .plan import Plan, plan
 from .roots import Roots, slot_of
-from .tape import Tape, walk
+from .tape import Slot, Tape, walk
 
 
 def capture_into(
@@ -36,7 +36,7 @@ def capture_into(
 
     ``tell_bytes`` is told before, about how much memory the forward pass has kept.
     """
-    if not len(losses):
+    if not len(losses) or not params:
         return
     if losses.grad_fn is None:
         for name, p in params.items():
@@ -44,7 +44,10 @@ def capture_into(
                 sink(name, Masked(torch.ones_like(p), torch.arange(len(p), device=p.device), len(p)))
     else:
         roots = Roots.of_losses(losses)
-        capture_from(roots, params, sink, retain_graph=retain_graph, independent=independent, tell_bytes=tell_bytes)
+        if roots.batch == 1:
+            _one_sample(roots, params, sink, retain_graph)
+        else:
+            capture_from(roots, params, sink, retain_graph=retain_graph, independent=independent, tell_bytes=tell_bytes)
 
 
 def capture_from(
@@ -57,32 +60,15 @@ def capture_from(
     trust_unseen: bool = False,
     tell_bytes: Callable[[int], None] | None = None,
     verify: Callable[[Plan], None] | None = None,
-) -> None:
+    plain: Sequence[Slot] = (),
+) -> tuple[Tensor | None, ...]:
     """The same from any places of a graph at which samples can be told apart.
 
     ``trust_unseen`` takes custom Functions to keep samples apart, where ``independent`` alone would refuse them.
-    ``verify`` is shown where the samples lie in the whole graph before anything is run, and may raise.
+    ``verify`` is shown where the samples lie in the whole graph before anything is run, and may raise. The ordinary
+    gradients at ``plain`` come back.
     """
-    if not roots.batch or not params:
-        return
-    if roots.batch == 1:
-        _one_sample(roots, params, sink, retain_graph)
-    else:
-        _several(roots, params, sink, retain_graph, independent, trust_unseen, tell_bytes, verify)
-
-
-def _several(
-    roots: Roots,
-    params: Mapping[str, Tensor],
-    sink: Sink,
-    retain_graph: bool,
-    independent: bool,
-    trust_unseen: bool,
-    tell_bytes: Callable[[int], None] | None,
-    verify: Callable[[Plan], None] | None,
-) -> None:
-    """The general case."""
-    found = plan(roots, list(params.values()))
+    found = plan(roots, list(params.values()), plain)
     check_reached(found.tape, params)
     _refuse_module_hooks(found)
     meeting = interactions(found.tape, found.map)
@@ -94,12 +80,13 @@ def _several(
         verify(found)
     if tell_bytes is not None:
         tell_bytes(found.activation_bytes(roots.itemsize))
-    running = Capture(found, roots, params, sink)
+    running = Capture(found, roots, params, sink, plain)
     running.run(retain_graph)
     # Where samples interact, it has been said that everything below is slow.
     notes = running.slow if meeting else {**running.slow, **running.slow_below}
     for message in notes.values():
         _warn(message)
+    return running.gradients
 
 
 def capture(
@@ -157,11 +144,13 @@ def _is_unseen(tape: Tape, node: Node) -> bool:
 def _report_interaction(ops: Sequence[str], independent: bool) -> None:
     where = ", ".join(ops)
     if independent:
-        raise InteractionError(
+        error = InteractionError(
             f"samples interact in {where}: one sample's loss depends on another sample (or the op's backward is not "
             f"linear). Use layers that keep samples apart (GroupNorm for BatchNorm, or model.eval()), or drop "
             f"independent=True for the exact Jacobian rows"
         )
+        error.ops = tuple(ops)
+        raise error
     _warn(
         f"samples interact in {where}: the answer is the exact Jacobian, at the price of one cotangent per sample for "
         f"everything below."

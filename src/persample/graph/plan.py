@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -12,7 +12,7 @@ from torch.autograd.graph import Node
 from .assign import Map, assign
 from .names import WEIGHT_VIEWS
 from .roots import Roots
-from .tape import Slot, Tape, is_leaf, op_name, walk
+from .tape import Slot, Tape, is_leaf, leading_to, op_name, walk
 
 
 @dataclass(slots=True)
@@ -32,11 +32,17 @@ class Plan:
         return itemsize * sum(prod(shape) for node in nodes for shape in self.tape.shapes(node))
 
 
-def plan(roots: Roots, params: Sequence[Tensor]) -> Plan:
-    """Read the graph and decide; nothing of it is run, but for probes where this call's data decide."""
+def plan(roots: Roots, params: Sequence[Tensor], plain: Collection[Slot] = (), data: Collection[Node] = ()) -> Plan:
+    """Read the graph and decide; nothing of it is run, but for probes where this call's data decide.
+
+    The engine will go on to ``plain`` for ordinary gradients, whatever is requested here; ``data`` are leaves among the
+    parameters that hold samples.
+    """
     tape = walk([node for node, _ in roots.slots], params)
+    tape.data = data
     found = Plan(tape, assign(tape, roots))
     inner: set[Node] = set()  # nodes from which the engine goes on to something requested
+    onward = leading_to([node for node, _ in roots.slots], {node for node, _ in plain}) if plain else set()
     for node in reversed(tape.order):
         states = [found.map.cotangents.get((node, nr)) for nr in range(len(tape.shapes(node)))]
         outputs = found.map.sites[node].outputs
@@ -52,7 +58,7 @@ def plan(roots: Roots, params: Sequence[Tensor]) -> Plan:
         crossing = [
             k for k, slot in outputs if slot[0] in found.map.batched and found.map.flows.get((node, k)) is not None
         ]
-        going_on = any(slot[0] in inner for _, slot in outputs)
+        going_on = node in onward or any(slot[0] in inner for _, slot in outputs)
         if crossing:
             found.frontier[node] = crossing
             if going_on:

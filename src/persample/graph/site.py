@@ -107,7 +107,7 @@ def weights_only(tape: Tape, node: Node) -> bool:
 
 def computes_with_data(tape: Tape, node: Node) -> bool:
     """An operand without gradient is data, unless it may be a number or a mask that left a weight its shape."""
-    if op_name(node) in READS:
+    if op_name(node) in READS or node in tape.data:
         return True
     if node not in tape.fed:
         return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -23,7 +23,8 @@ class Tape:
     edges: dict[Node, tuple[Slot | None, ...]]  # per backward output; None where nothing requested lies beyond
     leaves: dict[Node, Tensor]  # AccumulateGrad nodes of requested parameters
     others: list[Node] = field(default_factory=list)  # AccumulateGrad nodes that nobody asked for
-    fed: set[Node] = field(default_factory=set)  # nodes with an operand that carries no gradient: data, or a number
+    fed: set[Node] = field(default_factory=set)  # nodes with an operand that leads to no parameter: data, or a number
+    data: Collection[Node] = ()  # leaves among them that are no weights
     _shapes: dict[Node, tuple[Shape, ...]] = field(default_factory=dict)
 
     def shapes(self, node: Node) -> tuple[Shape, ...]:
@@ -74,6 +75,12 @@ def is_leaf(node: Node) -> bool:
     return type(node).__name__ == "AccumulateGrad"
 
 
+def leaf_of(node: Node) -> Tensor:
+    """The tensor that a leaf node stands for."""
+    found: Tensor = node.variable  # type: ignore[attr-defined]
+    return found
+
+
 def walk(roots: Iterable[Node], params: Iterable[Tensor]) -> Tape:
     """Read the graph below ``roots`` once, without recursion."""
     wanted = {id(p) for p in params}
@@ -82,7 +89,6 @@ def walk(roots: Iterable[Node], params: Iterable[Tensor]) -> Tape:
     others: list[Node] = []
     after: list[Node] = []  # children before parents
     children: dict[Node, tuple[tuple[Node | None, int], ...]] = {}
-    fed: set[Node] = set()
     stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
     while stack:
         node, expanded = stack.pop()
@@ -100,7 +106,7 @@ def walk(roots: Iterable[Node], params: Iterable[Tensor]) -> Tape:
                 "the ops inside it: use checkpoint(..., use_reentrant=False)"
             )
         if not below and is_leaf(node):
-            variable = node.variable  # type: ignore[attr-defined]
+            variable = leaf_of(node)
             needed[node] = id(variable) in wanted
             if needed[node]:
                 leaves[node] = variable
@@ -109,16 +115,34 @@ def walk(roots: Iterable[Node], params: Iterable[Tensor]) -> Tape:
                 others.append(node)
             continue
         stack.append((node, True))
-        for child, _ in below:
-            if child is None:
-                fed.add(node)
-            elif child not in children:
-                stack.append((child, False))
+        stack += [(child, False) for child, _ in below if child is not None and child not in children]
     edges = {
         node: tuple((c, nr) if c is not None and needed[c] else None for c, nr in children[node]) for node in after
     }
+    fed = {node for node in after if None in edges[node] and not is_leaf(node)}
     after.reverse()
     return Tape(after, edges, leaves, others, fed)
+
+
+def leading_to(roots: Iterable[Node], goals: Collection[Node]) -> set[Node]:
+    """All nodes from which one of ``goals`` is reached."""
+    above: dict[Node, list[Node]] = {root: [] for root in roots}
+    stack = list(above)
+    while stack:
+        node = stack.pop()
+        for child, _ in node.next_functions:
+            if child is not None:
+                if child not in above:
+                    above[child] = []
+                    stack.append(child)
+                above[child].append(node)
+    stack, found = [goal for goal in goals if goal in above], set()
+    while stack:
+        for node in above[stack.pop()]:
+            if node not in found:
+                found.add(node)
+                stack.append(node)
+    return found
 
 
 def share_nodes(a: Tensor, b: Tensor) -> bool:
