@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils.rnn import PackedSequence
 
+from .expanded.data import Followed
 from .expanded.gate import Receiver, Recording, attach
 from .expanded.inputs import batch_of, holds_batch
 from .expanded.samples import Samples, of_packed
@@ -133,7 +134,8 @@ class PerSampleCall:
             return leaf
 
         args, kwargs = tree_map(replace, (args, kwargs))
-        with _working(weights.values()):  # a forward may take gradients itself
+        samples.data = Followed(samples.inputs, batch, self._dim)
+        with _working(weights.values()), samples.data:  # a forward may take gradients itself
             result = functional_call(self.module, _everywhere(self.module, by_id), args, kwargs, tie_weights=False)
         outputs = _outputs(result, samples)
         if not outputs:

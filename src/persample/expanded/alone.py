@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from ..factors import Factor
+from ..graph.roots import slot_of
+from ..graph.tape import leading_to
 from .gate import Receiver, Recording, attach
 from .registry import Shipped, name_of
 from .samples import Samples, along
@@ -53,6 +55,8 @@ def call_alone(
 
     args, kwargs = tree_map(replace, (args, kwargs))
     result = func(*args, **kwargs)
+    if follow and not _reached(result, inner.values()):  # data lent their dtype or shape only
+        return tree_map(lambda leaf: _computed(cls, leaf, weights), result)
     _place(func, rule, (args, kwargs), result, samples, list(inner.values()))
     wanted = [t for t in {id(t): t for t in data}.values() if t.requires_grad]
     outputs = [t for t in leaves(result) if isinstance(t, Tensor) and t.requires_grad]
@@ -71,6 +75,13 @@ def call_alone(
     )
     attached = dict(zip(map(id, outputs), attach(recording, [b.orig_weight for b in bases], wanted), strict=True))
     return tree_map(lambda leaf: attached.get(id(leaf), leaf), result)
+
+
+def _reached(result: Any, inner: Iterable[Tensor]) -> bool:
+    """Was the result computed from any of these?"""
+    nodes = [slot_of(t)[0] for t in leaves(result) if isinstance(t, Tensor) and t.requires_grad]
+    goals = {slot_of(x)[0] for x in inner}
+    return not nodes or not goals or bool(leading_to(nodes, goals))
 
 
 def _writes(func: Callable[..., Any]) -> bool:

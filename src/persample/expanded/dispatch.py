@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from .alone import call_alone
 from .places import PLACES
 from .registry import HANDLED, Shipped, name_of
@@ -29,7 +31,11 @@ def dispatch(
                     f"the rule registered for {name_of(func)} takes weights themselves, and was given one of shape "
                     f"{tuple(weight.leaf.shape)} that was computed from others"
                 )
-        return rule.apply(tuple(kwargs), func, *args, *kwargs.values())
+        result = rule.apply(tuple(kwargs), func, *args, *kwargs.values())
+        for leaf in leaves(result):
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                leaf.grad_fn.batch_dim = 0 if weights[0].batch_first else 1  # type: ignore[attr-defined]
+        return result
     samples = weights[0].samples
     if samples is None:
         return call_alone(cls, func, args, kwargs, rule, weights)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from ..graph.plan import plan
 from ..graph.roots import Roots, slot_of
 from ..graph.saved import keeps_graph, will_run
 from .contributions import contributions
-from .samples import Disagreement, Samples, UnknownBatch
+from .samples import Disagreement, Reading, Samples, UnknownBatch
 
 
 class Receiver(NamedTuple):
@@ -87,43 +88,53 @@ class Recording:
         self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor], receiver: Receiver, keep: bool
     ) -> tuple[Tensor | None, ...]:
         """The engine's work, for the first reading of the outputs that agrees with what is known inside."""
-        meeting: InteractionError | None = None
-        weights, plain = list(self.leaves.values()), [slot_of(x) for x in self.inputs]
-        for roots in self._starts(outputs, cotangents):
-            try:
-                if self.follow:
-                    data = {slot_of(x)[0] for x in self.inputs}
-                    self.samples.verify(plan(roots, [*weights, *self.inputs], data=data))
-                return capture_from(
-                    roots,
-                    self.leaves,
-                    receiver.sink,
-                    retain_graph=keep,
-                    independent=True,
-                    trust_unseen=True,
-                    tell_bytes=receiver.tell_bytes,
-                    verify=None if self.follow else self.samples.verify,
-                    plain=plain,
-                )
-            except (Disagreement, InteractionError) as error:
-                meeting = meeting or (error if isinstance(error, InteractionError) else None)
-        if meeting is not None:
-            raise InteractionError(
-                f"samples interact in {', '.join(meeting.ops)}, of {self.what}: one sample's loss depends on another sample "
-                f"(or the op's backward is not linear). Use layers that keep samples apart (GroupNorm for BatchNorm, or "
-                f"model.eval()), or ps.grad, which gives the exact Jacobian rows"
-            ) from meeting
+        weights = list(self.leaves.values())
+        try:
+            for readings in self.samples.readings(outputs, cotangents, weights, self.inputs):
+                meeting: InteractionError | None = None
+                for reading in readings:
+                    try:
+                        return self._capture(reading, receiver, keep)
+                    except Disagreement:
+                        continue
+                    except InteractionError as error:
+                        meeting = meeting or error
+                if meeting is not None:
+                    raise self._interaction(meeting)
+        except UnknownBatch as error:
+            raise UnknownBatch(f"{self.what}: {error}") from error
         raise UnknownBatch(
             f"cannot tell the samples apart in what {self.what} returned, of shapes "
             f"{[tuple(y.shape) for y in outputs]}: expected dim {self.samples.dim} to be the batch of "
             f"{self.samples.batch}, as it is in the inputs"
         )
 
-    def _starts(self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> Iterator[Roots]:
-        try:
-            yield from self.samples.starts(outputs, cotangents, list(self.leaves.values()), self.inputs)
-        except UnknownBatch as error:
-            raise UnknownBatch(f"{self.what}: {error}") from error
+    def _capture(self, reading: Reading, receiver: Receiver, keep: bool) -> tuple[Tensor | None, ...]:
+        """One backward; raises before anything is run if the reading is wrong."""
+        if reading.doubtful:
+            self.samples.settle()
+        if self.follow:
+            data = {slot_of(x)[0] for x in self.inputs}
+            tensors = [*self.leaves.values(), *self.inputs]
+            self.samples.verify(plan(reading.roots, tensors, data=data), reading.promised)
+        return capture_from(
+            reading.roots,
+            self.leaves,
+            receiver.sink,
+            retain_graph=keep,
+            independent=True,
+            trust_unseen=True,
+            tell_bytes=receiver.tell_bytes,
+            verify=None if self.follow else partial(self.samples.verify, promised=reading.promised),
+            plain=[slot_of(x) for x in self.inputs],
+        )
+
+    def _interaction(self, error: InteractionError) -> InteractionError:
+        return InteractionError(
+            f"samples interact in {', '.join(error.ops)}, of {self.what}: one sample's loss depends on another sample "
+            f"(or the op's backward is not linear). Use layers that keep samples apart (GroupNorm for BatchNorm, or "
+            f"model.eval()), or ps.grad, which gives the exact Jacobian rows"
+        )
 
     def _one(
         self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor], receiver: Receiver, keep: bool

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..graph.layout import carry
+from ..graph.layout import Labels
 from .registry import Arguments, Shipped, enter, name_of
 from .samples import Samples, of_packed
 
@@ -113,6 +113,9 @@ def _recurrent_inside(arguments: Arguments, result: Any, samples: Samples) -> No
     elif samples.packed is not None and arguments[0][0] is samples.packed.data:
         order = samples.packed.sorted_indices
         samples.tell(result[0], of_packed(samples.packed.batch_sizes, order, result[0], samples.batch))
+        for state in result[1:]:
+            place = torch.arange(samples.batch, device="cpu") if order is None else order.cpu()
+            samples.tell(state, Labels(samples.batch, place.reshape(1, -1, 1)))
 
 
 def _follows(kept: Callable[[int], Sequence[int | None]]) -> Place:
@@ -120,23 +123,41 @@ def _follows(kept: Callable[[int], Sequence[int | None]]) -> Place:
 
     def place(arguments: Arguments, result: Any, samples: Samples) -> None:
         x = _first(arguments)
-        layout = samples.of_input(x) if isinstance(x, Tensor) else None
+        result = result[0] if isinstance(result, tuple) else result
+        if not isinstance(x, Tensor) or (x.requires_grad and not samples.inputs):
+            return
+        layout = samples.of_input(x)
         if layout is not None:
-            found = carry(layout, tuple(x.shape), tuple(result.shape), kept(x.ndim))
-            if found is not None:
-                samples.tell(result, found)
+            samples.tell_result(result, x, layout, kept(x.ndim))
+        elif samples.data is not None and samples.data.follows(x):
+            samples.pending.append((result, x, kept(x.ndim)))
+
+    return place
+
+
+def _batched_images(func: Callable[..., Any], d: int) -> Place:
+    """Images lie in dim 0, as samples or parts of samples; one image alone would be taken for a batch of channels."""
+    follow = _follows(lambda n: [0, *[None] * (n - 1)])
+
+    def place(arguments: Arguments, result: Any, samples: Samples) -> None:
+        x = _first(arguments)
+        if x.ndim != d + 2:
+            raise RuntimeError(
+                f"{name_of(func)} with expanded weights expects batched data of {d + 2} dims, but got {x.ndim}, of "
+                f"shape {tuple(x.shape)}"
+            )
+        follow(arguments, result, samples)
 
     return place
 
 
 def _register() -> None:
     nothing_but_rows = _follows(lambda n: [*range(n - 1), None])
-    images = _follows(lambda n: [0, *[None] * (n - 1)])
     for d in (1, 2, 3):
         for name in (f"conv{d}d", f"conv_transpose{d}d"):
             function = getattr(F, name)
             enter(function, Shipped(_stays(function, ndim=d + 2, exactly=True), dim=0))
-            PLACES[function] = images
+            PLACES[function] = _batched_images(function, d)
     enter(F.linear, Shipped(_stays(F.linear, behind=1)))
     enter(F.bilinear, Shipped(_stays(F.bilinear, behind=1)))
     enter(F.embedding, Shipped(_stays(F.embedding)))
@@ -154,6 +175,9 @@ def _register() -> None:
     for function in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu):
         enter(function, Shipped(_recurrent))
         PLACES[function] = _recurrent_inside
+    PLACES[F.multi_head_attention_forward] = _follows(range)
+    for function in (torch.matmul, Tensor.matmul, Tensor.__matmul__):
+        PLACES[function] = nothing_but_rows
     followed = "matmul mm addmm bmm baddbmm einsum add sub mul div".split()
     for function in [getattr(torch, name) for name in followed] + [F.scaled_dot_product_attention]:
         enter(function, Shipped())

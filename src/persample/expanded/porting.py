@@ -92,8 +92,18 @@ def set_grad_sample_if_exists(maybe_expanded_weight: Any, per_sample_grad_fn: Ca
     unpacked = unpack_expanded_weight_or_tensor(maybe_expanded_weight)
     if isinstance(maybe_expanded_weight, ExpandedWeight):
         weight, value = maybe_expanded_weight, per_sample_grad_fn(unpacked)
+        check_shape("a rule", weight, tuple(value.shape))
         alone = weight.samples is None
         hand_over(weight, Dense(maybe_scale_by_batch_size(value, weight) if alone else value))
+
+
+def check_shape(what: str, weight: ExpandedWeight, shape: tuple[int, ...]) -> None:
+    """Refuse what cannot be the gradients of the samples of a weight."""
+    expected, given = (weight.batch_size, *weight.orig_weight.shape), shape[0] if shape else 0
+    if shape[1:] != expected[1:] or (
+        given != expected[0] and not (weight.allow_smaller_batches and given < expected[0])
+    ):
+        raise RuntimeError(f"{what} gave per-sample gradients of shape {shape} for a weight; expected {expected}")
 
 
 def hand_over(weight: ExpandedWeight, factor: Factor) -> None:

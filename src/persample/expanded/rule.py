@@ -17,7 +17,7 @@ from ..graph.rules.registry import Use
 from ..graph.site import Fate, Flow, Site
 from ..graph.tape import is_leaf
 from .contributions import contributions
-from .porting import check_data, hand_over, maybe_scale_by_batch_size, standard_kwargs
+from .porting import check_data, check_shape, hand_over, maybe_scale_by_batch_size, standard_kwargs
 from .registry import enter
 from .samples import along
 from .weight import ExpandedWeight
@@ -99,6 +99,7 @@ def _as_function(rule: type[Rule]) -> type[torch.autograd.Function]:
         @staticmethod
         def forward(ctx: Any, kwarg_names: Sequence[str], func: Callable[..., Any], *values: Any) -> Any:
             check_data(func, values[0] if values else None, values)
+            ctx.count = len(values)
             ctx.weights = {i: value for i, value in enumerate(values) if isinstance(value, ExpandedWeight)}
             plain = [value.orig_weight if i in ctx.weights else value for i, value in enumerate(values)]
             args, kwargs = standard_kwargs(kwarg_names, plain)
@@ -107,17 +108,32 @@ def _as_function(rule: type[Rule]) -> type[torch.autograd.Function]:
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
             found = list(rule.backward(ctx, *grads))
-            for i, weight in ctx.weights.items():
-                factor, found[i] = found[i], None
-                if isinstance(factor, Factor):
-                    scale = maybe_scale_by_batch_size(torch.ones(()), weight) if weight.samples is None else 1
-                    hand_over(weight, factor if scale == 1 else Dense(factor.stack() * scale))
-                elif factor is not None:
-                    raise RuntimeError(f"{rule.__name__}.backward returned a {type(factor).__name__} for a weight")
+            if len(found) != ctx.count:
+                raise RuntimeError(f"{rule.__name__}.backward returned {len(found)} values for {ctx.count} arguments")
+            for i, value in enumerate(found):
+                if i in ctx.weights or isinstance(value, Factor):
+                    found[i] = None
+                    _take(rule, value, ctx.weights.get(i), ctx.needs_input_grad[i + 2])
             return None, None, *found
 
     Function.__name__ = Function.__qualname__ = rule.__name__
     return Function
+
+
+def _take(rule: type[Rule], value: Any, weight: ExpandedWeight | None, wanted: bool) -> None:
+    """What a rule returned for one argument, where that is a weight or a factor."""
+    if weight is None:
+        if wanted:
+            raise RuntimeError(
+                f"{rule.__name__}.backward returned a factor for an argument that wants a gradient, but is no expanded "
+                f"weight: data, a weight computed from others, or a plain parameter"
+            )
+    elif isinstance(value, Factor):
+        check_shape(rule.__name__, weight, (value.batch, *value.shape))
+        scale = maybe_scale_by_batch_size(torch.ones(()), weight) if weight.samples is None else 1
+        hand_over(weight, value if scale == 1 else Dense(value.stack() * scale))
+    elif value is not None:
+        raise RuntimeError(f"{rule.__name__}.backward returned a {type(value).__name__} for a weight, not a Factor")
 
 
 def _stays(site: Site, k: int, layouts: Layouts) -> Fate:
@@ -133,7 +149,8 @@ def _stays(site: Site, k: int, layouts: Layouts) -> Fate:
 
 def _listen(use: Use) -> Factor | None:
     """Run the rule's backward once, and take what it contributes to the weights."""
-    site = use.site
+    site, layout = use.site, use.layouts[0]
+    dims = () if layout is None else sample_dims(layout, site.shapes[0])
     places = {}
     for k, slot in site.outputs:
         below = slot[0].next_functions
@@ -142,6 +159,11 @@ def _listen(use: Use) -> Factor | None:
             places[k] = leaf
     if use.k not in places:
         return None
+    if dims != (site.node.batch_dim,):  # type: ignore[attr-defined]
+        raise RuntimeError(
+            f"the rule {site.name} reads another dim as the batch than {dims}, in which the samples lie in its result "
+            f"of shape {site.shapes[0]}"
+        )
     if "given" not in site.memo:
         with contributions(list(places.values())) as given:
             call(site.node, use.cotangents, site.edges)

@@ -1,9 +1,9 @@
 """Where the samples lie in the results of a call.
 
-An output says it by its shape: the batch is a dim of size B, or lies folded in a dim of size B·T. Where several dims
-fit, the right one is the one that agrees with what is known inside: the result of a layer that was given one of the
-call's inputs carries its samples where the input does. An output without a batch (a mean loss) is followed down
-to the tensors that have one.
+It is promised that a result carries the batch in dim 0 (or dim 1), or in the one dim that fits. What else fits by size,
+such as a dim of B·T, or a tensor below a mean loss, is a guess, and counts only if it agrees with what is known inside:
+the result of a layer that was given one of the call's inputs, or data computed from them, carries its samples where
+the data do.
 """
 
 from __future__ import annotations
@@ -11,19 +11,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, product
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
 from torch.nn.utils.rnn import PackedSequence
 
-from ..graph.layout import Block, Labels, Layout, Shape, join, strides
+from ..graph.layout import Block, Labels, Layout, Shape, carry, join, strides
 from ..graph.plan import Plan
 from ..graph.roots import Roots, slot_of
 from ..graph.site import Flow, weights_only
-from ..graph.tape import Slot, walk
+from ..graph.tape import Slot, Tape, walk
 
-_TRIES = 64  # ways to read several outputs that each leave a choice
+_TRIES = 64  # readings of one set of tensors
+_Pending = tuple[Tensor, Tensor, Sequence[int | None]]  # a result, the data it was made from, and dims it has kept
+_Start = tuple[Slot, Tensor, list[Layout]]  # a place to start from, its cotangent, and where its samples may lie
 
 
 class UnknownBatch(RuntimeError):
@@ -31,7 +34,26 @@ class UnknownBatch(RuntimeError):
 
 
 class Disagreement(Exception):
-    """A guess at the outputs contradicts what is known inside."""
+    """A reading of the results contradicts what is known inside."""
+
+
+class Data(Protocol):
+    """Data that were computed from the inputs of a call."""
+
+    def follows(self, t: Tensor) -> bool:
+        """Is it known how this was computed?"""
+
+    def layout(self, t: Tensor, choices: Sequence[Layout]) -> Layout | None:
+        """Which of these it is, if that is beyond doubt."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One way to read the results: where to start a backward, and whether this is what was promised."""
+
+    roots: Roots
+    promised: bool
+    doubtful: bool  # or is there another?
 
 
 @dataclass(slots=True)
@@ -39,10 +61,12 @@ class Samples:
     """What is known of the samples of one call."""
 
     batch: int
-    dim: int  # of the batch, in inputs and outputs
+    dim: int  # of the batch, in inputs and results
     known: dict[Slot, Layout] = field(default_factory=dict)
     inputs: Sequence[Tensor] = ()  # of the call, those with a batch
+    data: Data | None = None  # computed from them
     packed: PackedSequence | None = None  # the call's one packed input, if it has one
+    pending: list[_Pending] = field(default_factory=list)  # what is found out only where it matters
 
     def knows(self, tensor: Tensor) -> bool:
         """Has it been told where this tensor's samples lie?"""
@@ -58,10 +82,18 @@ class Samples:
         if tensor.ndim > dim and tensor.shape[dim] == self.batch:
             self.tell(tensor, along(tensor.shape, dim, self.batch))
 
+    def tell_result(self, result: Tensor, x: Tensor, layout: Layout | None, kept: Sequence[int | None]) -> None:
+        """The samples of a result lie in the dims of ``x`` that it has kept."""
+        found = None if layout is None else carry(layout, tuple(x.shape), tuple(result.shape), kept)
+        if found is not None:
+            self.tell(result, found)
+
     def of_input(self, t: Tensor) -> Layout | None:
         """Where the samples lie in one of the call's inputs, or in a view of it."""
-        for x in self.inputs if self.batch > 1 else ():
-            if t.untyped_storage().data_ptr() != x.untyped_storage().data_ptr() or not x.is_contiguous():
+        if self.batch < 2 or type(t) is not Tensor:
+            return None
+        for x in self.inputs:
+            if not _shares_storage(t, x) or not x.is_contiguous():
                 continue
             step, apart = x.stride(self.dim), t.storage_offset() - x.storage_offset()
             if t.is_contiguous() and t.numel() == x.numel() and not apart:
@@ -82,63 +114,96 @@ class Samples:
                 folded += both if self.dim == 0 else both[::-1]
         return exact + folded
 
-    def starts(
+    def _promised(self, shape: Shape, layout: Layout) -> bool:
+        dim = min(self.dim, len(shape) - 1)
+        return bool(shape) and shape[dim] == self.batch and layout == along(shape, dim, self.batch)
+
+    def readings(
         self, outputs: Sequence[Tensor], grads: Sequence[Tensor], weights: Sequence[Tensor], inputs: Sequence[Tensor]
-    ) -> Iterator[Roots]:
-        """Every way to start a backward from these outputs, the likeliest first."""
-        found: list[tuple[Slot, Tensor, list[Layout]]] = []
-        without: list[tuple[Slot, Tensor]] = []
-        for output, g in zip(outputs, grads, strict=True):
-            slot, choices = slot_of(output), self._places(slot_of(output), tuple(output.shape))
-            if choices:
-                found.append((slot, g, choices))
-            else:
-                without.append((slot, g))
-        if without:
-            found += self._below(without, weights, inputs)
-        slots, cotangents = [slot for slot, _, _ in found], [g for _, g, _ in found]
-        for layouts in islice(product(*[choices for _, _, choices in found]), _TRIES):
-            yield Roots(slots, layouts, self.batch, cotangents)
+    ) -> Iterator[Iterator[Reading]]:
+        """Every way to start a backward, the likeliest first: from the results, then from tensors further down."""
+        tops = list(zip([slot_of(y) for y in outputs], grads, strict=True))
+        direct = {slot: self._places(slot, tuple(g.shape)) for slot, g in tops}
+        unfit: set[Slot] = set()
+        if all(direct.values()):
+            yield self._read(tops, direct)
+            unfit |= set(direct)
+        tape = walk([node for (node, _), _ in tops], [*weights, *inputs])
+        tape.data = {slot_of(x)[0] for x in inputs}
+        while True:
+            cut = self._cut(tape, tops, unfit)
+            if not cut:
+                return
+            yield self._read(tops, cut)
+            unfit |= set(cut)
 
     def _places(self, slot: Slot, shape: Shape) -> list[Layout]:
-        if slot in self.known:
-            return [self.known[slot]]
-        return self.choices(shape)
+        return [self.known[slot]] if slot in self.known else self.choices(shape)
 
-    def _below(
-        self, without: Sequence[tuple[Slot, Tensor]], weights: Sequence[Tensor], inputs: Sequence[Tensor]
-    ) -> list[tuple[Slot, Tensor, list[Layout]]]:
-        """The nearest tensors below that have a batch, with their cotangents."""
-        tape = walk([node for (node, _), _ in without], [*weights, *inputs])
-        data = {slot_of(x)[0] for x in inputs}
+    def _read(self, tops: Sequence[tuple[Slot, Tensor]], cut: dict[Slot, list[Layout]]) -> Iterator[Reading]:
+        """All readings of one set of tensors."""
+        given = dict(tops)
+        starts: list[_Start] = [(slot, given[slot], cut[slot]) for slot in cut if slot in given]
+        below = [slot for slot in cut if slot not in given]
+        if below:
+            above = [(slot, g) for slot, g in tops if slot not in cut]
+            edges, cotangents = [GradientEdge(*slot) for slot, _ in above], [g for _, g in above]
+            targets = [GradientEdge(*slot) for slot in below]
+            found = torch.autograd.grad(edges, targets, cotangents, retain_graph=True, allow_unused=True)
+            starts += [(slot, g, cut[slot]) for slot, g in zip(below, found, strict=True) if g is not None]
+        slots, grads = [slot for slot, _, _ in starts], [g for _, g, _ in starts]
+        doubtful = any(len(choices) > 1 for _, _, choices in starts)
+        for layouts in islice(product(*[choices for _, _, choices in starts]), _TRIES):
+            pairs = zip(slots, layouts, grads, strict=True)
+            promised = not below and all(
+                slot in self.known or len(cut[slot]) == 1 or self._promised(tuple(g.shape), layout)
+                for slot, layout, g in pairs
+            )
+            yield Reading(Roots(slots, layouts, self.batch, grads), promised, doubtful or not promised)
+
+    def _cut(self, tape: Tape, tops: Sequence[tuple[Slot, Tensor]], unfit: set[Slot]) -> dict[Slot, list[Layout]]:
+        """The nearest tensors that may hold a batch, none of them below another; ``unfit`` ones are passed."""
+        passed = set(unfit)
+        while True:
+            found = self._nearest(tape, [slot for slot, _ in tops], passed)
+            nodes = {slot[0] for slot in found}
+            upper = {slot for slot in found if _leads_to(tape, slot[0], nodes - {slot[0]})}
+            if not upper:
+                return found
+            passed |= upper  # what it leads to would be counted twice
+
+    def _nearest(self, tape: Tape, tops: Sequence[Slot], passed: set[Slot]) -> dict[Slot, list[Layout]]:
         found: dict[Slot, list[Layout]] = {}
-        stack = [slot[0] for slot, _ in without if slot[0] in tape.edges]
-        seen = set(stack)
+        stack, seen = [slot for slot in tops if slot[0] in tape.edges], set(tops)
         while stack:
-            node = stack.pop()
-            for slot in tape.edges[node]:
-                if slot is None or slot in found:
+            slot = stack.pop()
+            places = self._places(slot, tape.shape(slot))
+            if places and slot not in passed:
+                found[slot] = places
+                continue
+            for below in tape.edges[slot[0]]:
+                if below is None or below in seen:
                     continue
-                if weights_only(tape, slot[0]) and not tape.reaches(slot[0], data.__contains__):
+                if weights_only(tape, below[0]):
                     raise UnknownBatch(
-                        f"an output of the call has no batch of {self.batch} samples, and below it parameters are used "
-                        f"without any sample ({type(node).__name__}), as in a penalty on weights: whose gradient that "
-                        f"is cannot be known. Return one loss per sample, and add such terms outside"
+                        f"parameters are used without any sample ({type(slot[0]).__name__}), as in a penalty on "
+                        f"weights, or there is no batch of {self.batch} samples in a tensor of shape "
+                        f"{tape.shape(slot)}: whose gradient that is cannot be known. Return one loss per sample, and "
+                        f"add such terms outside"
                     )
-                places = self._places(slot, tape.shape(slot))
-                if places:
-                    found[slot] = places
-                elif slot[0] not in seen:
-                    seen.add(slot[0])
-                    stack.append(slot[0])
-        if not found:
-            return []
-        tops, edges = [GradientEdge(*slot) for slot, _ in without], [GradientEdge(*slot) for slot in found]
-        grads = torch.autograd.grad(tops, edges, [g for _, g in without], retain_graph=True, allow_unused=True)
-        return [(slot, g, found[slot]) for slot, g in zip(found, grads, strict=True) if g is not None]
+                seen.add(below)
+                stack.append(below)
+        return found
 
-    def verify(self, plan: Plan) -> None:
-        """Refuse a reading of the outputs that contradicts what is known inside."""
+    def settle(self) -> None:
+        """Find out what was left until it matters."""
+        for result, x, kept in self.pending:
+            layout = None if self.data is None else self.data.layout(x, self.choices(tuple(x.shape)))
+            self.tell_result(result, x, layout, kept)
+        self.pending.clear()
+
+    def verify(self, plan: Plan, promised: bool) -> None:
+        """Refuse a reading that contradicts what is known inside, or was not promised and has no evidence."""
         shared = agreed = 0
         for slot, layout in self.known.items():
             state = plan.map.cotangents.get(slot)
@@ -148,8 +213,19 @@ class Samples:
                 if isinstance(state, Flow) or join(state, layout, plan.tape.shape(slot)) is None:
                     raise Disagreement
                 agreed += 1
-        if shared and not agreed:  # a tensor that looks like a batch may be shared, but not all of them
+        if not agreed and (shared or not promised):  # what looks like a batch may be shared, but not all of them
             raise Disagreement
+
+
+def _leads_to(tape: Tape, node: Node, goals: set[Node]) -> bool:
+    return any(tape.reaches(slot[0], goals.__contains__) for slot in tape.edges[node] if slot is not None)
+
+
+def _shares_storage(a: Tensor, b: Tensor) -> bool:
+    try:
+        return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # sparse tensors and those of transforms have none
+        return False
 
 
 def along(shape: Sequence[int], dim: int, batch: int) -> Block:

@@ -185,5 +185,8 @@ def rearranged(site: Site, k: int, layouts: Layouts) -> Fate:
         return keep(layout, shape, target, [None if d in padded else d for d in range(n)])
     if site.name == "Repeat":
         repeats, offset = site.numbers("repeats"), n - len(target)
+        dims = sample_dims(layout, shape)
+        if dims and all(repeats[d] == shape[d] for d in dims):  # one row for all samples
+            return Flow.SHARED
         return keep(layout, shape, target, [d - offset if d >= offset and repeats[d] == 1 else None for d in range(n)])
     return Flow.PROBE
