@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from .expanded.data import Followed
 from .expanded.gate import Receiver, Recording, attach
-from .expanded.inputs import batch_of, holds_batch
+from .expanded.inputs import StandIns, batch_of, holds_batch
 from .expanded.samples import Samples, of_packed
 from .expanded.trees import leaves, tree_map
 from .expanded.weight import ExpandedWeight
@@ -116,55 +116,39 @@ class PerSampleCall:
         self._check_clear()
         _refuse_batch_norms(self.module)
         weights = {name: ExpandedWeight(p, batch, self._loss_reduction) for name, p in params.items()}
+        by_id, stand_ins = {id(p): weights[name] for name, p in params.items()}, StandIns()
+        args, kwargs = tree_map(lambda leaf: _replaced_input(leaf, by_id, stand_ins), (args, kwargs))
         samples = self._samples(weights.values(), (args, kwargs), batch)
-        wanted: dict[int, Tensor] = {}
-        inner: dict[int, Tensor] = {}
-
-        by_id = {id(p): weights[name] for name, p in params.items()}
-
-        def replace(leaf: Any) -> Any:
-            if id(leaf) in by_id:
-                return by_id[id(leaf)]
-            if isinstance(leaf, PackedSequence):
-                return PackedSequence(replace(leaf.data), *leaf[1:]) if leaf.data.requires_grad else leaf
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                wanted[id(leaf)] = leaf
-                inner[id(leaf)] = inner.get(id(leaf), leaf.detach().requires_grad_())
-                return inner[id(leaf)]
-            return leaf
-
-        args, kwargs = tree_map(replace, (args, kwargs))
-        samples.data = Followed(samples.inputs, batch, self._dim)
-        with _working(weights.values()), samples.data:  # a forward may take gradients itself
+        samples.data = followed = Followed(samples.inputs, batch, self._dim)
+        with _working(weights.values()), followed:  # a forward may take gradients itself
             result = functional_call(self.module, _everywhere(self.module, by_id), args, kwargs, tie_weights=False)
         outputs = _outputs(result, samples)
         if not outputs:
             return result
-        for plain in self._others(outputs, weights, params, inner):
-            wanted[id(plain)] = inner[id(plain)] = plain
+        self._let_in_others(outputs, weights, params, stand_ins)
         recording = Recording(
             what=type(self.module).__name__,
             leaves={name: weight.leaf for name, weight in weights.items()},
-            inputs=list(inner.values()),
+            inputs=[leaf for _, leaf in stand_ins.pairs()],
             outputs=outputs,
             samples=samples,
             scale=batch if self._loss_reduction == "mean" else 1,
             receive=lambda: self._receive(params, batch),
             working=[weight.working for weight in weights.values()],
         )
-        attached = attach(recording, list(params.values()), list(wanted.values()))
+        attached = attach(recording, list(params.values()), [x for x, _ in stand_ins.pairs()])
         return _replaced(result, dict(zip(map(id, outputs), attached, strict=True)))
 
-    def _others(
+    def _let_in_others(
         self,
         outputs: Sequence[Tensor],
         weights: Mapping[str, ExpandedWeight],
         params: Mapping[str, Tensor],
-        inner: Mapping[int, Tensor],
-    ) -> list[Tensor]:
+        stand_ins: StandIns,
+    ) -> None:
         """Tensors that the module uses though they are neither parameters nor inputs, and that want a gradient."""
-        known = [weight.leaf for weight in weights.values()]
-        found = [leaf_of(node) for node in walk([slot_of(y)[0] for y in outputs], [*known, *inner.values()]).others]
+        known = [*[weight.leaf for weight in weights.values()], *[leaf for _, leaf in stand_ins.pairs()]]
+        found = [leaf_of(node) for node in walk([slot_of(y)[0] for y in outputs], known).others]
         names = {id(p): name for name, p in params.items()}
         past = sorted(names[id(t)] for t in found if id(t) in names)
         if past:
@@ -172,13 +156,14 @@ class PerSampleCall:
                 f"{type(self.module).__name__} uses parameters {past} by another way than its attributes of that name "
                 f"(kept in a list or a closure), so that this use was not recorded: read them off the module in forward"
             )
-        return found
+        for plain in found:
+            stand_ins.let_in(plain)
 
     def _samples(self, weights: Any, arguments: Any, batch: int) -> Samples:
         """What is known before the call; the weights are told to record on it."""
         found = leaves(arguments)
         packed = [leaf for leaf in found if isinstance(leaf, PackedSequence)]
-        inputs = [leaf for leaf in found if isinstance(leaf, Tensor) and holds_batch(leaf, batch, self._dim)]
+        inputs = [leaf for leaf in found if type(leaf) is Tensor and holds_batch(leaf, batch, self._dim)]
         samples = Samples(batch, self._dim, inputs=inputs, packed=packed[0] if len(packed) == 1 else None)
         for weight in weights:
             weight.samples = samples
@@ -268,6 +253,15 @@ def _outputs(result: Any, samples: Samples) -> list[Tensor]:
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             found[id(leaf)] = leaf
     return list(found.values())
+
+
+def _replaced_input(leaf: Any, weights: Mapping[int, ExpandedWeight], stand_ins: StandIns) -> Any:
+    """An argument as the module sees it: a weight where it is a parameter, another leaf where it wants a gradient."""
+    if id(leaf) in weights:
+        return weights[id(leaf)]
+    if isinstance(leaf, PackedSequence) and leaf.data.requires_grad:
+        return PackedSequence(stand_ins[leaf.data], *leaf[1:])
+    return stand_ins[leaf] if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
 
 
 def _replaced(result: Any, attached: Mapping[int, Tensor]) -> Any:

@@ -15,6 +15,7 @@ from ..factors import Factor
 from ..graph.roots import slot_of
 from ..graph.tape import leading_to
 from .gate import Receiver, Recording, attach
+from .inputs import StandIns
 from .registry import Shipped, name_of
 from .samples import Samples, along
 from .trees import leaves, tree_map
@@ -43,28 +44,28 @@ def call_alone(
             f"{name_of(func)} changes data in place by an expanded weight: use the form that returns a new tensor"
         )
     follow = rule is None or rule.place is None
-    inner: dict[int, Tensor] = {}
+    stand_ins = StandIns()
 
     def replace(leaf: Any) -> Any:
         if isinstance(leaf, cls):
             return leaf.leaf
         if isinstance(leaf, Tensor) and (leaf.requires_grad or (follow and _holds_samples(leaf, samples))):
-            inner[id(leaf)] = inner.get(id(leaf), leaf.detach().requires_grad_())
-            return inner[id(leaf)]
+            return stand_ins[leaf]
         return leaf
 
     args, kwargs = tree_map(replace, (args, kwargs))
     result = func(*args, **kwargs)
-    if follow and not _reached(result, inner.values()):  # data lent their dtype or shape only
+    inner = [leaf for _, leaf in stand_ins.pairs()]
+    if follow and not _reached(result, inner):  # data lent their dtype or shape only
         return tree_map(lambda leaf: _computed(cls, leaf, weights), result)
-    _place(func, rule, (args, kwargs), result, samples, list(inner.values()))
-    wanted = [t for t in {id(t): t for t in data}.values() if t.requires_grad]
+    _place(func, rule, (args, kwargs), result, samples, inner)
+    wanted = [x for x, _ in stand_ins.pairs() if x.requires_grad]
     outputs = [t for t in leaves(result) if isinstance(t, Tensor) and t.requires_grad]
     bases = list({id(base): base for weight in weights for base in weight.bases}.values())
     recording = Recording(
         what=name_of(func),
         leaves={str(i): base.leaf for i, base in enumerate(bases)},
-        inputs=[inner[id(t)] for t in wanted] + [x for i, x in inner.items() if i not in {id(t) for t in wanted}],
+        inputs=inner,
         outputs=outputs,
         samples=samples,
         scale=weights[0].batch_size if weights[0].loss_reduction == "mean" else 1,

@@ -6,15 +6,16 @@ carries its samples, they are run again on the batch in another order: where tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..graph.layout import Block, Layout
+from ..graph.layout import Block, Layout, Shape
 from .trees import leaves, tree_map
+from .weight import ExpandedWeight
 
 _SMALL = 1024  # elements of a constant, as a mean or a scale; a frozen layer's weights have more
 _MOST = 256  # functions that are noted
@@ -28,13 +29,15 @@ class Followed(TorchFunctionMode):
     def __init__(self, inputs: Sequence[Tensor], batch: int, dim: int) -> None:
         super().__init__()
         self._inputs, self._batch, self._dim = {id(x): x for x in inputs}, batch, dim
+        self._shared: dict[int, Tensor] = {}  # computed from weights and constants alone
+        self._layers: list[_Note] = []  # where data meet weights
         self._notes: dict[int, _Note] = {}  # by the result's id, with the result itself, so that the id stays its own
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if type(result) is Tensor and not result.requires_grad and len(self._notes) < _MOST:
+        if type(result) is Tensor and len(self._notes) < _MOST:
             self._note(result, func, args, kwargs or {})
         return result
 
@@ -42,28 +45,44 @@ class Followed(TorchFunctionMode):
         tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if any(result is t for t in tensors):  # changed in place: what it was is gone
             self._notes.pop(id(result), None)
-        elif any(self.follows(t) for t in tensors) and all(
-            self.follows(t) or (type(t) is Tensor and t.numel() <= _SMALL) for t in tensors
-        ):
-            self._notes[id(result)] = (result, func, args, kwargs)
+        elif not all(self._follows(t) or self._is_shared(t) for t in tensors):
+            pass
+        elif not any(self._follows(t) for t in tensors):
+            self._shared[id(result)] = result
+        else:
+            args, kwargs = tree_map(lambda t: t.leaf if isinstance(t, ExpandedWeight) else t, (args, kwargs))
+            if result.requires_grad:
+                self._layers.append((result, func, args, kwargs))
+            else:
+                self._notes[id(result)] = (result, func, args, kwargs)
 
-    def follows(self, t: Tensor) -> bool:
+    def _follows(self, t: Tensor) -> bool:
         """Is it an input, or known how this was computed from inputs?"""
         return id(t) in self._inputs or id(t) in self._notes
 
-    def layout(self, t: Tensor, choices: Sequence[Layout]) -> Layout | None:
-        """Which of these a tensor of data has, if running its functions again shows it beyond doubt."""
+    def _is_shared(self, t: Tensor) -> bool:
+        """Is it a weight, or a small constant, or computed from such alone?"""
+        small = not t.requires_grad and t.numel() <= _SMALL
+        return isinstance(t, ExpandedWeight) or id(t) in self._shared or small
+
+    def found(self, choices: Callable[[Shape], Sequence[Layout]]) -> Iterator[tuple[Tensor, Layout]]:
+        """Results of data and weights, with the layout that running them again shows beyond doubt."""
+        for layer in self._layers:
+            layout = self._layout(layer, choices(tuple(layer[0].shape)))
+            if layout is not None:
+                yield layer[0], layout
+
+    def _layout(self, layer: _Note, choices: Sequence[Layout]) -> Layout | None:
+        t = layer[0]
         order = torch.randperm(self._batch, generator=torch.Generator("cpu").manual_seed(0))
         order = order.roll(1) if torch.equal(order, order.sort().values) else order
         devices = [t.device] if t.device.type == "cuda" else []
         try:
             with torch.random.fork_rng(devices=devices), torch.no_grad():
-                again = self._again(t, order.to(t.device), {})
+                again = self._run(layer, order.to(t.device), {})
         except Exception:  # user functions on data in another order may do anything
             return None
-        if again.shape != t.shape:
-            return None
-        fits = [lay for lay in choices if _in_order(t, lay, order, again)]
+        fits = [lay for lay in choices if again.shape == t.shape and _in_order(t.detach(), lay, order, again)]
         return fits[0] if len(fits) == 1 else None
 
     def _again(self, t: Tensor, order: Tensor, done: dict[int, Tensor]) -> Tensor:
@@ -72,12 +91,16 @@ class Followed(TorchFunctionMode):
         if id(t) not in self._notes:
             return t
         if id(t) not in done:
-            _, func, args, kwargs = self._notes[id(t)]
-            args, kwargs = tree_map(
-                lambda leaf: self._again(leaf, order, done) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
-            )
-            done[id(t)] = func(*args, **kwargs)
+            done[id(t)] = self._run(self._notes[id(t)], order, done)
         return done[id(t)]
+
+    def _run(self, note: _Note, order: Tensor, done: dict[int, Tensor]) -> Tensor:
+        _, func, args, kwargs = note
+        args, kwargs = tree_map(
+            lambda leaf: self._again(leaf, order, done) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
+        )
+        made: Tensor = func(*args, **kwargs)
+        return made
 
 
 def _in_order(t: Tensor, layout: Layout, order: Tensor, again: Tensor) -> bool:

@@ -23,6 +23,7 @@ from ..graph.entry import capture_from
 from ..graph.plan import plan
 from ..graph.roots import Roots, slot_of
 from ..graph.saved import keeps_graph, will_run
+from ..graph.tape import walk
 from .contributions import contributions
 from .samples import Disagreement, Reading, Samples, UnknownBatch
 
@@ -112,7 +113,7 @@ class Recording:
     def _capture(self, reading: Reading, receiver: Receiver, keep: bool) -> tuple[Tensor | None, ...]:
         """One backward; raises before anything is run if the reading is wrong."""
         if reading.doubtful:
-            self.samples.settle()
+            self.samples.settle(walk([node for node, _ in reading.roots.slots], self.leaves.values()))
         if self.follow:
             data = {slot_of(x)[0] for x in self.inputs}
             tensors = [*self.leaves.values(), *self.inputs]

@@ -1,4 +1,4 @@
-"""The batch size, as the arguments of a call show it."""
+"""The inputs of a call: how many samples they hold, and what stands for those that want gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def batch_of(arguments: Any, given: int | None, dim: int) -> int:
     """The number of samples in the arguments, or the number given, if they do not contradict it."""
     sizes = {n: shape for leaf in leaves(arguments) for n, shape in _sizes(leaf, dim)}
     if given is not None:
-        if sizes and not any(n % given == 0 for n in sizes):
+        if sizes and given not in sizes:
             raise RuntimeError(
                 f"batch_size={given} was given, but no input has that many samples in dim {dim}: their shapes are "
                 f"{list(sizes.values())}"
@@ -43,3 +43,24 @@ def _sizes(leaf: Any, dim: int) -> list[tuple[int, tuple[int, ...]]]:
 def holds_batch(tensor: Tensor, batch: int, dim: int) -> bool:
     """Does this input carry the samples in the batch dim?"""
     return tensor.ndim > dim and tensor.shape[dim] == batch
+
+
+class StandIns:
+    """Other leaves in place of a call's inputs, so that its graph ends there."""
+
+    def __init__(self) -> None:
+        self._pairs: dict[int, tuple[Tensor, Tensor]] = {}  # by the input's id
+
+    def __getitem__(self, x: Tensor) -> Tensor:
+        """What stands for an input."""
+        if id(x) not in self._pairs:
+            self._pairs[id(x)] = (x, x.detach().requires_grad_())
+        return self._pairs[id(x)][1]
+
+    def let_in(self, plain: Tensor) -> None:
+        """A leaf that stands for itself."""
+        self._pairs[id(plain)] = (plain, plain)
+
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Inputs that want a gradient and what stands for them; then those that want none."""
+        return sorted(self._pairs.values(), key=lambda pair: not pair[0].requires_grad)

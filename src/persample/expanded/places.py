@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..graph.layout import Labels
+from ..graph.layout import Labels, carry
 from .registry import Arguments, Shipped, enter, name_of
 from .samples import Samples, of_packed
 
@@ -123,25 +123,23 @@ def _follows(kept: Callable[[int], Sequence[int | None]]) -> Place:
 
     def place(arguments: Arguments, result: Any, samples: Samples) -> None:
         x = _first(arguments)
-        result = result[0] if isinstance(result, tuple) else result
         if not isinstance(x, Tensor) or (x.requires_grad and not samples.inputs):
             return
         layout = samples.of_input(x)
-        if layout is not None:
-            samples.tell_result(result, x, layout, kept(x.ndim))
-        elif samples.data is not None and samples.data.follows(x):
-            samples.pending.append((result, x, kept(x.ndim)))
+        found = None if layout is None else carry(layout, tuple(x.shape), tuple(result.shape), kept(x.ndim))
+        if found is not None:
+            samples.tell(result, found)
 
     return place
 
 
 def _batched_images(func: Callable[..., Any], d: int) -> Place:
-    """Images lie in dim 0, as samples or parts of samples; one image alone would be taken for a batch of channels."""
+    """Images lie in dim 0, as samples or parts of samples; in an input without a batch, channels would be samples."""
     follow = _follows(lambda n: [0, *[None] * (n - 1)])
 
     def place(arguments: Arguments, result: Any, samples: Samples) -> None:
         x = _first(arguments)
-        if x.ndim != d + 2:
+        if x.ndim != d + 2 and samples.of_input(x) is not None:
             raise RuntimeError(
                 f"{name_of(func)} with expanded weights expects batched data of {d + 2} dims, but got {x.ndim}, of "
                 f"shape {tuple(x.shape)}"
@@ -152,7 +150,6 @@ def _batched_images(func: Callable[..., Any], d: int) -> Place:
 
 
 def _register() -> None:
-    nothing_but_rows = _follows(lambda n: [*range(n - 1), None])
     for d in (1, 2, 3):
         for name in (f"conv{d}d", f"conv_transpose{d}d"):
             function = getattr(F, name)
@@ -163,7 +160,7 @@ def _register() -> None:
     enter(F.embedding, Shipped(_stays(F.embedding)))
     enter(F.prelu, Shipped(_stays(F.prelu)))
     enter(F.embedding_bag, Shipped(_bags, dim=0))
-    PLACES[F.linear], PLACES[F.embedding] = nothing_but_rows, _follows(range)
+    PLACES[F.linear], PLACES[F.embedding] = _follows(lambda n: [*range(n - 1), None]), _follows(range)
     for name in ("layer_norm", "rms_norm"):
         for function in (getattr(F, name), getattr(torch, name)):
             enter(function, Shipped(_normalised(function)))
@@ -175,9 +172,6 @@ def _register() -> None:
     for function in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu):
         enter(function, Shipped(_recurrent))
         PLACES[function] = _recurrent_inside
-    PLACES[F.multi_head_attention_forward] = _follows(range)
-    for function in (torch.matmul, Tensor.matmul, Tensor.__matmul__):
-        PLACES[function] = nothing_but_rows
     followed = "matmul mm addmm bmm baddbmm einsum add sub mul div".split()
     for function in [getattr(torch, name) for name in followed] + [F.scaled_dot_product_attention]:
         enter(function, Shipped())

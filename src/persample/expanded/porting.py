@@ -99,10 +99,9 @@ def set_grad_sample_if_exists(maybe_expanded_weight: Any, per_sample_grad_fn: Ca
 
 def check_shape(what: str, weight: ExpandedWeight, shape: tuple[int, ...]) -> None:
     """Refuse what cannot be the gradients of the samples of a weight."""
-    expected, given = (weight.batch_size, *weight.orig_weight.shape), shape[0] if shape else 0
-    if shape[1:] != expected[1:] or (
-        given != expected[0] and not (weight.allow_smaller_batches and given < expected[0])
-    ):
+    expected = (weight.batch_size, *weight.orig_weight.shape)
+    fewer = weight.allow_smaller_batches and bool(shape) and shape[0] < expected[0]
+    if len(shape) != len(expected) or shape[1:] != expected[1:] or not (fewer or shape[0] == expected[0]):
         raise RuntimeError(f"{what} gave per-sample gradients of shape {shape} for a weight; expected {expected}")
 
 

@@ -8,7 +8,7 @@ the data do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, product
 from typing import Protocol
@@ -21,11 +21,13 @@ from torch.nn.utils.rnn import PackedSequence
 from ..graph.layout import Block, Labels, Layout, Shape, carry, join, strides
 from ..graph.plan import Plan
 from ..graph.roots import Roots, slot_of
+from ..graph.saved import in_checkpoint, tensor
 from ..graph.site import Flow, weights_only
-from ..graph.tape import Slot, Tape, walk
+from ..graph.tape import Slot, Tape, op_name, walk
 
+# Nodes that save their data: under which name, and how many of its first dims the result keeps (0: all).
+_SAVED_DATA = {"Addmm": ("mat1", 1), "Mm": ("self", 1), "Convolution": ("input", 1), "Embedding": ("indices", 0)}
 _TRIES = 64  # readings of one set of tensors
-_Pending = tuple[Tensor, Tensor, Sequence[int | None]]  # a result, the data it was made from, and dims it has kept
 _Start = tuple[Slot, Tensor, list[Layout]]  # a place to start from, its cotangent, and where its samples may lie
 
 
@@ -38,13 +40,10 @@ class Disagreement(Exception):
 
 
 class Data(Protocol):
-    """Data that were computed from the inputs of a call."""
+    """Data that were computed from the inputs of a call, and met weights."""
 
-    def follows(self, t: Tensor) -> bool:
-        """Is it known how this was computed?"""
-
-    def layout(self, t: Tensor, choices: Sequence[Layout]) -> Layout | None:
-        """Which of these it is, if that is beyond doubt."""
+    def found(self, choices: Callable[[Shape], Sequence[Layout]]) -> Iterator[tuple[Tensor, Layout]]:
+        """Results of data and weights, and where their samples lie."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,6 @@ class Samples:
     inputs: Sequence[Tensor] = ()  # of the call, those with a batch
     data: Data | None = None  # computed from them
     packed: PackedSequence | None = None  # the call's one packed input, if it has one
-    pending: list[_Pending] = field(default_factory=list)  # what is found out only where it matters
 
     def knows(self, tensor: Tensor) -> bool:
         """Has it been told where this tensor's samples lie?"""
@@ -81,12 +79,6 @@ class Samples:
         """The samples of this tensor lie in one dim, if it has the size of the batch."""
         if tensor.ndim > dim and tensor.shape[dim] == self.batch:
             self.tell(tensor, along(tensor.shape, dim, self.batch))
-
-    def tell_result(self, result: Tensor, x: Tensor, layout: Layout | None, kept: Sequence[int | None]) -> None:
-        """The samples of a result lie in the dims of ``x`` that it has kept."""
-        found = None if layout is None else carry(layout, tuple(x.shape), tuple(result.shape), kept)
-        if found is not None:
-            self.tell(result, found)
 
     def of_input(self, t: Tensor) -> Layout | None:
         """Where the samples lie in one of the call's inputs, or in a view of it."""
@@ -195,12 +187,21 @@ class Samples:
                 stack.append(below)
         return found
 
-    def settle(self) -> None:
-        """Find out what was left until it matters."""
-        for result, x, kept in self.pending:
-            layout = None if self.data is None else self.data.layout(x, self.choices(tuple(x.shape)))
-            self.tell_result(result, x, layout, kept)
-        self.pending.clear()
+    def settle(self, tape: Tape) -> None:
+        """Find out what was left until it matters: from inputs that nodes have saved, and from data run again."""
+        if self.data is None:
+            return
+        for node in tape.order:
+            name, rows = _SAVED_DATA.get(op_name(node), ("", 0))
+            x = tensor(node, name) if name and not in_checkpoint(node) else None
+            layout = None if x is None else self.of_input(x)
+            if x is not None and layout is not None:
+                kept = [d if d < (rows or x.ndim) else None for d in range(x.ndim)]
+                found = carry(layout, tuple(x.shape), tape.shapes(node)[0], kept)
+                self.known.update({} if found is None else {(node, 0): found})
+        for result, layout in self.data.found(self.choices):
+            self.tell(result, layout)
+        self.data = None
 
     def verify(self, plan: Plan, promised: bool) -> None:
         """Refuse a reading that contradicts what is known inside, or was not promised and has no evidence."""
