@@ -69,6 +69,8 @@ def call_for_per_sample_grads(
         raise RuntimeError(f"loss_reduction must be 'sum' or 'mean', but is {loss_reduction!r}")
     if not isinstance(cast(object, module), nn.Module):
         raise RuntimeError(f"module must be an nn.Module, but is a {type(module).__name__}")
+    if any(hasattr(part, "_orig_mod") for part in module.modules()):
+        raise RuntimeError("module was made by torch.compile, which does not know expanded weights: pass the original")
     if batch_size is not None and (not isinstance(cast(object, batch_size), int) or isinstance(batch_size, bool)):
         raise RuntimeError(f"batch_size must be None or an int, but is a {type(batch_size).__name__}")
     if batch_size is not None and batch_size < 1:
@@ -76,7 +78,7 @@ def call_for_per_sample_grads(
     if isinstance(reductions, Reduction):
         raise TypeError(f"reductions must be a sequence: write reductions=[{type(reductions).__name__}(...)]")
     check_reductions(reductions or (), max_memory)
-    _check_clear(module)
+    _check_clear(module.named_parameters())
     return PerSampleCall(module, batch_size, loss_reduction, batch_first, reductions, max_memory)
 
 
@@ -113,7 +115,7 @@ class PerSampleCall:
         if not params or not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
         batch = batch_of((args, kwargs), self._batch_size, self._dim)
-        self._check_clear()
+        self._check_clear(params)
         _refuse_batch_norms(self.module)
         weights = {name: ExpandedWeight(p, batch, self._loss_reduction) for name, p in params.items()}
         by_id, stand_ins = {id(p): weights[name] for name, p in params.items()}, StandIns()
@@ -170,16 +172,16 @@ class PerSampleCall:
             weight.set_batch_first(self._dim == 0)
         return samples
 
-    def _check_clear(self) -> None:
+    def _check_clear(self, params: Mapping[str, Tensor]) -> None:
         if self._reductions is None:
-            _check_clear(self.module)
+            _check_clear(params.items())
         elif self._results is not None:
             raise RuntimeError("the results of an earlier backward are still there: take them by results() first")
 
     @contextmanager
     def _receive(self, params: Mapping[str, Tensor], batch: int) -> Iterator[Receiver]:
         """Write ``grad_sample`` during one backward, or feed the reductions."""
-        self._check_clear()
+        self._check_clear(params)
         if self._reductions is None:
             with _writing(params, batch) as write:
                 yield Receiver(write)
@@ -196,7 +198,7 @@ def _everywhere(module: nn.Module, by_id: Mapping[int, ExpandedWeight]) -> dict[
     return {
         f"{path}.{name}" if path else name: by_id[id(p)]
         for path, part in module.named_modules()
-        for name, p in part.named_parameters(recurse=False, remove_duplicate=False)
+        for name, p in part._parameters.items()
         if id(p) in by_id
     }
 
@@ -224,8 +226,8 @@ def _writing(params: Mapping[str, Tensor], batch: int) -> Iterator[Callable[[str
         p.grad_sample = p.detach().new_zeros(batch, *p.shape) if stack is None else stack  # type: ignore[attr-defined]
 
 
-def _check_clear(module: nn.Module) -> None:
-    for name, p in module.named_parameters():
+def _check_clear(params: Iterable[tuple[str, Tensor]]) -> None:
+    for name, p in params:
         if getattr(p, "grad_sample", None) is not None:
             raise RuntimeError(
                 f"parameter {name!r} still holds a grad_sample, to which other samples' gradients would be added: "

@@ -36,9 +36,11 @@ class Followed(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if type(result) is Tensor and len(self._notes) < _MOST:
-            self._note(result, func, args, kwargs or {})
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        if type(result) is Tensor and not torch.compiler.is_compiling() and len(self._notes) < _MOST:
+            first = args[0] if args else None
+            if not isinstance(first, Tensor) or self._follows(first) or self._is_shared(first):  # no activation
+                self._note(result, func, args, kwargs or {})
         return result
 
     def _note(self, result: Tensor, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -50,8 +52,9 @@ class Followed(TorchFunctionMode):
         elif not any(self._follows(t) for t in tensors):
             self._shared[id(result)] = result
         else:
+            weights = any(isinstance(t, ExpandedWeight) or (id(t) in self._shared and t.requires_grad) for t in tensors)
             args, kwargs = tree_map(lambda t: t.leaf if isinstance(t, ExpandedWeight) else t, (args, kwargs))
-            if result.requires_grad:
+            if weights and result.requires_grad:
                 self._layers.append((result, func, args, kwargs))
             else:
                 self._notes[id(result)] = (result, func, args, kwargs)
@@ -79,26 +82,24 @@ class Followed(TorchFunctionMode):
         devices = [t.device] if t.device.type == "cuda" else []
         try:
             with torch.random.fork_rng(devices=devices), torch.no_grad():
-                again = self._run(layer, order.to(t.device), {})
+                noise = {i: torch.rand_like(x) if x.is_floating_point() else x for i, x in self._inputs.items()}
+                moved = {i: x.index_select(self._dim, order.to(x.device)) for i, x in noise.items()}
+                once, again = self._run(layer, noise), self._run(layer, moved)
         except Exception:  # user functions on data in another order may do anything
             return None
-        fits = [lay for lay in choices if again.shape == t.shape and _in_order(t.detach(), lay, order, again)]
+        fits = [lay for lay in choices if again.shape == t.shape and _in_order(once, lay, order, again)]
         return fits[0] if len(fits) == 1 else None
 
-    def _again(self, t: Tensor, order: Tensor, done: dict[int, Tensor]) -> Tensor:
-        if id(t) in self._inputs:
-            return t.index_select(self._dim, order)
-        if id(t) not in self._notes:
-            return t
-        if id(t) not in done:
-            done[id(t)] = self._run(self._notes[id(t)], order, done)
-        return done[id(t)]
+    def _run(self, note: _Note, done: dict[int, Tensor]) -> Tensor:
+        """The same function once more, of other inputs; ``done`` has these, and what was made of them, by id."""
 
-    def _run(self, note: _Note, order: Tensor, done: dict[int, Tensor]) -> Tensor:
+        def other(leaf: Any) -> Any:
+            if id(leaf) in self._notes and id(leaf) not in done:
+                done[id(leaf)] = self._run(self._notes[id(leaf)], done)
+            return done.get(id(leaf), leaf)
+
         _, func, args, kwargs = note
-        args, kwargs = tree_map(
-            lambda leaf: self._again(leaf, order, done) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
-        )
+        args, kwargs = tree_map(other, (args, kwargs))
         made: Tensor = func(*args, **kwargs)
         return made
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -14,6 +15,10 @@ from .trees import leaves, tree_map
 
 if TYPE_CHECKING:
     from .weight import ExpandedWeight
+
+
+def _plain(cls: type[ExpandedWeight], leaf: Any) -> Any:
+    return leaf.leaf if isinstance(leaf, cls) else leaf
 
 
 def dispatch(
@@ -34,12 +39,13 @@ def dispatch(
         result = rule.apply(tuple(kwargs), func, *args, *kwargs.values())
         for leaf in leaves(result):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                leaf.grad_fn.batch_dim = 0 if weights[0].batch_first else 1  # type: ignore[attr-defined]
+                leaf.grad_fn._persample_dim = 0 if weights[0].batch_first else 1  # type: ignore[attr-defined]
         return result
     samples = weights[0].samples
     if samples is None:
         return call_alone(cls, func, args, kwargs, rule, weights)
-    args, kwargs = tree_map(lambda leaf: leaf.leaf if isinstance(leaf, cls) else leaf, (args, kwargs))
+    args = tuple(a.leaf if isinstance(a, cls) else tree_map(partial(_plain, cls), a) for a in args)
+    kwargs = {name: tree_map(partial(_plain, cls), a) for name, a in kwargs.items()}
     result = func(*args, **kwargs)
     place = PLACES.get(func)
     if place is not None:

@@ -91,6 +91,7 @@ class Recording:
         """The engine's work, for the first reading of the outputs that agrees with what is known inside."""
         weights = list(self.leaves.values())
         try:
+            unlikely: InteractionError | None = None
             for readings in self.samples.readings(outputs, cotangents, weights, self.inputs):
                 meeting: InteractionError | None = None
                 for reading in readings:
@@ -99,11 +100,14 @@ class Recording:
                     except Disagreement:
                         continue
                     except InteractionError as error:
-                        meeting = meeting or error
+                        meeting = meeting or (error if reading.likely else None)
+                        unlikely = unlikely or error
                 if meeting is not None:
                     raise self._interaction(meeting)
         except UnknownBatch as error:
             raise UnknownBatch(f"{self.what}: {error}") from error
+        if unlikely is not None:
+            raise self._interaction(unlikely)
         raise UnknownBatch(
             f"cannot tell the samples apart in what {self.what} returned, of shapes "
             f"{[tuple(y.shape) for y in outputs]}: expected dim {self.samples.dim} to be the batch of "

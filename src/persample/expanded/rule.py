@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..factors import Dense, Factor, combine
+from ..factors import Dense, Factor
 from ..graph.custom import teach
-from ..graph.flows.registry import Layouts
-from ..graph.invoke import call
-from ..graph.layout import sample_dims
-from ..graph.rules.registry import Use
-from ..graph.site import Fate, Flow, Site
-from ..graph.tape import is_leaf
-from .contributions import contributions
+from .listening import listen, stays
 from .porting import check_data, check_shape, hand_over, maybe_scale_by_batch_size, standard_kwargs
 from .registry import enter
-from .samples import along
 from .weight import ExpandedWeight
 
 C = TypeVar("C", bound=type)
@@ -39,7 +33,7 @@ class Rule:
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Sequence[Tensor | Factor | None]:
-        """Per argument: a tensor for data, a `Factor` for a weight, or None."""
+        """Per parameter of `forward`: a tensor for data, a `Factor` for a weight, or None (may be left out last)."""
         raise NotImplementedError
 
 
@@ -83,7 +77,7 @@ def implements_per_sample_grads(torch_function: Callable[..., Any]) -> Callable[
         enter(torch_function, function)
         if function not in _ENGINE_KNOWS:  # one class may serve several functions
             _ENGINE_KNOWS.add(function)
-            teach(function, _stays)(_listen)
+            teach(function, stays)(listen)
         return cls
 
     return decorate
@@ -94,30 +88,32 @@ _ENGINE_KNOWS: set[type] = set()
 
 def _as_function(rule: type[Rule]) -> type[torch.autograd.Function]:
     """The same rule in the form of an ``autograd.Function``."""
+    names = list(inspect.signature(rule.forward).parameters)[1:]
 
-    class Function(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, kwarg_names: Sequence[str], func: Callable[..., Any], *values: Any) -> Any:
-            check_data(func, values[0] if values else None, values)
-            ctx.count = len(values)
-            ctx.weights = {i: value for i, value in enumerate(values) if isinstance(value, ExpandedWeight)}
-            plain = [value.orig_weight if i in ctx.weights else value for i, value in enumerate(values)]
-            args, kwargs = standard_kwargs(kwarg_names, plain)
-            return rule.forward(ctx, *args, **kwargs)
+    def forward(ctx: Any, kwarg_names: Sequence[str], func: Callable[..., Any], *values: Any) -> Any:
+        check_data(func, values[0] if values else None, values)
+        weights = {i: value for i, value in enumerate(values) if isinstance(value, ExpandedWeight)}
+        plain = [value.orig_weight if i in weights else value for i, value in enumerate(values)]
+        args, kwargs = standard_kwargs(kwarg_names, plain)
+        places = [*range(len(args)), *[names.index(name) if name in names else -1 for name in kwarg_names]]
+        ctx._persample_arguments = weights, places
+        return rule.forward(ctx, *args, **kwargs)
 
-        @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:
-            found = list(rule.backward(ctx, *grads))
-            if len(found) != ctx.count:
-                raise RuntimeError(f"{rule.__name__}.backward returned {len(found)} values for {ctx.count} arguments")
-            for i, value in enumerate(found):
-                if i in ctx.weights or isinstance(value, Factor):
-                    found[i] = None
-                    _take(rule, value, ctx.weights.get(i), ctx.needs_input_grad[i + 2])
-            return None, None, *found
+    def backward(ctx: Any, *grads: Any) -> Any:
+        weights, places = ctx._persample_arguments
+        returned = list(rule.backward(ctx, *grads))
+        if len(returned) > max(len(names), len(places)) or any(places[i] >= len(returned) for i in weights):
+            raise RuntimeError(f"{rule.__name__}.backward returned {len(returned)} values for arguments {names}")
+        returned += [None] * (max(places, default=0) + 1 - len(returned))
+        found = [None if place < 0 else returned[place] for place in places]
+        for i, value in enumerate(found):
+            if i in weights or isinstance(value, Factor):
+                found[i] = None
+                _take(rule, value, weights.get(i), ctx.needs_input_grad[i + 2])
+        return None, None, *found
 
-    Function.__name__ = Function.__qualname__ = rule.__name__
-    return Function
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(rule.__name__, (torch.autograd.Function,), methods)
 
 
 def _take(rule: type[Rule], value: Any, weight: ExpandedWeight | None, wanted: bool) -> None:
@@ -134,39 +130,3 @@ def _take(rule: type[Rule], value: Any, weight: ExpandedWeight | None, wanted: b
         hand_over(weight, value if scale == 1 else Dense(value.stack() * scale))
     elif value is not None:
         raise RuntimeError(f"{rule.__name__}.backward returned a {type(value).__name__} for a weight, not a Factor")
-
-
-def _stays(site: Site, k: int, layouts: Layouts) -> Fate:
-    """Data keep their samples in the dim in which the result has them; weights are shared."""
-    if site.is_weight(k):
-        return Flow.SHARED
-    layout, shape, target = layouts[0], site.shapes[0], site.target(k)
-    dims = sample_dims(layout, shape) if layout is not None else ()
-    if layout is None or len(dims) != 1 or len(target) <= dims[0] or target[dims[0]] != layout.batch:
-        return Flow.PROBE
-    return along(target, dims[0], layout.batch)
-
-
-def _listen(use: Use) -> Factor | None:
-    """Run the rule's backward once, and take what it contributes to the weights."""
-    site, layout = use.site, use.layouts[0]
-    dims = () if layout is None else sample_dims(layout, site.shapes[0])
-    places = {}
-    for k, slot in site.outputs:
-        below = slot[0].next_functions
-        leaf = below[0][0] if len(below) == 1 else None  # an expanded weight is a view of its leaf
-        if leaf is not None and is_leaf(leaf):
-            places[k] = leaf
-    if use.k not in places:
-        return None
-    if dims != (site.node.batch_dim,):  # type: ignore[attr-defined]
-        raise RuntimeError(
-            f"the rule {site.name} reads another dim as the batch than {dims}, in which the samples lie in its result "
-            f"of shape {site.shapes[0]}"
-        )
-    if "given" not in site.memo:
-        with contributions(list(places.values())) as given:
-            call(site.node, use.cotangents, site.edges)
-        site.memo["given"] = given
-    terms = site.memo["given"][places[use.k]]
-    return combine(terms) if terms else Dense(use.g.new_zeros(use.batch, *use.target))

@@ -53,6 +53,7 @@ class Reading:
     roots: Roots
     promised: bool
     doubtful: bool  # or is there another?
+    likely: bool  # is every batch where it would be expected? Then what contradicts it are the samples, not the reading
 
 
 @dataclass(slots=True)
@@ -146,12 +147,11 @@ class Samples:
         slots, grads = [slot for slot, _, _ in starts], [g for _, g, _ in starts]
         doubtful = any(len(choices) > 1 for _, _, choices in starts)
         for layouts in islice(product(*[choices for _, _, choices in starts]), _TRIES):
-            pairs = zip(slots, layouts, grads, strict=True)
-            promised = not below and all(
-                slot in self.known or len(cut[slot]) == 1 or self._promised(tuple(g.shape), layout)
-                for slot, layout, g in pairs
-            )
-            yield Reading(Roots(slots, layouts, self.batch, grads), promised, doubtful or not promised)
+            places = list(zip(slots, layouts, [tuple(g.shape) for g in grads], strict=True))
+            likely = all(slot in self.known or self._promised(shape, layout) for slot, layout, shape in places)
+            promised = not below and (likely or all(len(cut[slot]) == 1 for slot in slots))
+            roots = Roots(slots, layouts, self.batch, grads)
+            yield Reading(roots, promised, doubtful or not promised, likely or not below)
 
     def _cut(self, tape: Tape, tops: Sequence[tuple[Slot, Tensor]], unfit: set[Slot]) -> dict[Slot, list[Layout]]:
         """The nearest tensors that may hold a batch, none of them below another; ``unfit`` ones are passed."""

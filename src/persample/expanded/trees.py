@@ -7,13 +7,16 @@ from copy import copy
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
+
+_LEAVES = (Tensor, PackedSequence, type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
 def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
     """``fn`` of every leaf: whatever is not a list, tuple, mapping or dataclass; a `PackedSequence` is a leaf, too."""
-    if isinstance(tree, (Tensor, PackedSequence)):
+    if isinstance(tree, _LEAVES):
         return fn(tree)
     if isinstance(tree, (tuple, list)):
         values = [tree_map(fn, value) for value in tree]
@@ -52,11 +55,12 @@ def _with_fields(tree: Any, values: Mapping[str, Any]) -> Any:
 
 def leaves(tree: Any) -> list[Any]:
     """All leaves, in order."""
-    found: list[Any] = []
-
-    def take(leaf: Any) -> Any:
-        found.append(leaf)
-        return leaf
-
-    tree_map(take, tree)
-    return found
+    if isinstance(tree, _LEAVES):
+        return [tree]
+    if isinstance(tree, (tuple, list)):
+        return [leaf for value in tree for leaf in leaves(value)]
+    if isinstance(tree, Mapping):
+        return [leaf for value in tree.values() for leaf in leaves(value)]
+    if is_dataclass(tree) and not isinstance(tree, type):
+        return [leaf for f in fields(tree) for leaf in leaves(getattr(tree, f.name))]
+    return [tree]

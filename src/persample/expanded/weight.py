@@ -98,9 +98,14 @@ class ExpandedWeight(Tensor):
         return self.sources or (self,)
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         """The original's data."""
         return self.orig_weight.data
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value.data_ptr() != self.orig_weight.data_ptr() or value.dtype != self.orig_weight.dtype:
+            raise RuntimeError("a weight was given other data (.data = …, module.to(…)) while its use is recorded")
 
     def set_batch_first(self, is_batch_first: bool = True) -> None:
         """Say whether the batch is dim 0 of the data that this weight meets, or dim 1."""
