@@ -116,7 +116,7 @@ class Recording:
 
     def _capture(self, reading: Reading, receiver: Receiver, keep: bool) -> tuple[Tensor | None, ...]:
         """One backward; raises before anything is run if the reading is wrong."""
-        if reading.doubtful:
+        if reading.doubtful and not (reading.promised and self.samples.known):
             self.samples.settle(walk([node for node, _ in reading.roots.slots], self.leaves.values()))
         if self.follow:
             data = {slot_of(x)[0] for x in self.inputs}
