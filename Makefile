@@ -6,13 +6,13 @@ STAMP := $(VENV)/.installed
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all bench lint clean
+.PHONY: help demo test test-all bench bench-expanded lint clean
 
 help:
 	@echo "make demo      train a small CNN on the digits, show and check its per-sample gradients"
 	@echo "make test      lint, types and tests (what CI runs)"
 	@echo "make test-all  the same with the slow tests"
-	@echo "make bench     the benchmarks"
+	@echo "make bench     the benchmarks; make bench-expanded: against PyTorch's expanded weights"
 	@echo "make lint      ruff and mypy only"
 	@echo "make clean     remove .venv and all caches"
 
@@ -39,6 +39,9 @@ test-all: lint
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.run
+
+bench-expanded: $(STAMP)
+	$(BIN)/python -m benchmarks.expanded
 
 clean:
 	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -78,7 +78,8 @@ def call_for_per_sample_grads(
     if isinstance(reductions, Reduction):
         raise TypeError(f"reductions must be a sequence: write reductions=[{type(reductions).__name__}(...)]")
     check_reductions(reductions or (), max_memory)
-    _check_clear(module.named_parameters())
+    if reductions is None:
+        _check_clear(module.named_parameters())
     return PerSampleCall(module, batch_size, loss_reduction, batch_first, reductions, max_memory)
 
 

@@ -1,6 +1,13 @@
 """Weights that record their own use: the second way in, through ``__torch_function__``.
 
 `ExpandedWeight` stands for a weight with one copy per sample; `implements_per_sample_grads` teaches it a function.
+
+>>> import torch, persample as ps
+>>> weight = torch.ones(2, 3, requires_grad=True)
+>>> (torch.ones(5, 3) @ ps.expanded.ExpandedWeight(weight, 5, "sum").t()).sum().backward()
+>>> weight.grad_sample.shape
+torch.Size([5, 2, 3])
+
 The other names are those that rules written for PyTorch's own expanded weights import.
 """
 
