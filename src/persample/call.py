@@ -20,7 +20,7 @@ from .expanded.trees import leaves, tree_map
 from .expanded.weight import ExpandedWeight
 from .factors import Factor
 from .graph.roots import slot_of
-from .graph.tape import leaf_of, walk
+from .graph.tape import Tape, leaf_of, walk
 from .params import named
 from .reduce import check_reductions, start
 from .reductions import Reduction
@@ -128,13 +128,14 @@ class PerSampleCall:
         outputs = _outputs(result, samples)
         if not outputs:
             return result
-        self._let_in_others(outputs, weights, params, stand_ins)
+        tape = self._let_in_others(outputs, weights, params, stand_ins)
         recording = Recording(
             what=type(self.module).__name__,
             leaves={name: weight.leaf for name, weight in weights.items()},
             inputs=[leaf for _, leaf in stand_ins.pairs()],
             outputs=outputs,
             samples=samples,
+            tape=tape,
             scale=batch if self._loss_reduction == "mean" else 1,
             receive=lambda: self._receive(params, batch),
             working=[weight.working for weight in weights.values()],
@@ -148,10 +149,14 @@ class PerSampleCall:
         weights: Mapping[str, ExpandedWeight],
         params: Mapping[str, Tensor],
         stand_ins: StandIns,
-    ) -> None:
-        """Tensors that the module uses though they are neither parameters nor inputs, and that want a gradient."""
+    ) -> Tape | None:
+        """Tensors that the module uses though they are neither parameters nor inputs, and that want a gradient.
+
+        The graph comes back, if it leads to weights alone.
+        """
         known = [*[weight.leaf for weight in weights.values()], *[leaf for _, leaf in stand_ins.pairs()]]
-        found = [leaf_of(node) for node in walk([slot_of(y)[0] for y in outputs], known).others]
+        tape = walk([slot_of(y)[0] for y in outputs], known)
+        found = [leaf_of(node) for node in tape.others]
         names = {id(p): name for name, p in params.items()}
         past = sorted(names[id(t)] for t in found if id(t) in names)
         if past:
@@ -161,6 +166,7 @@ class PerSampleCall:
             )
         for plain in found:
             stand_ins.let_in(plain)
+        return None if stand_ins.pairs() else tape
 
     def _samples(self, weights: Any, arguments: Any, batch: int) -> Samples:
         """What is known before the call; the weights are told to record on it."""

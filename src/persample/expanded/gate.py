@@ -23,7 +23,7 @@ from ..graph.entry import capture_from
 from ..graph.plan import plan
 from ..graph.roots import Roots, slot_of
 from ..graph.saved import keeps_graph, will_run
-from ..graph.tape import walk
+from ..graph.tape import Tape, walk
 from .contributions import contributions
 from .samples import Disagreement, Reading, Samples, UnknownBatch
 
@@ -60,6 +60,7 @@ class Recording:
     scale: int  # what the user's loss was divided by
     receive: Callable[[], AbstractContextManager[Receiver]]
     working: Sequence[Flag]
+    tape: Tape | None = None  # from the outputs to the weights, if it has been walked
     follow: bool = False  # are samples known in the inputs alone?
     shared: bool = False  # is part of the graph other calls' too?
 
@@ -132,6 +133,7 @@ class Recording:
             tell_bytes=receiver.tell_bytes,
             verify=None if self.follow else partial(self.samples.verify, promised=reading.promised),
             plain=[slot_of(x) for x in self.inputs],
+            tape=self.tape if set(reading.roots.slots) == {slot_of(y) for y in self.outputs} else None,
         )
 
     def _interaction(self, error: InteractionError) -> InteractionError:

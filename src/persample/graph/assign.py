@@ -13,13 +13,16 @@ from .flows.products import LETTERS
 from .flows.registry import whole
 from .flows.shapes import SECTIONS
 from .invoke import is_compiled, is_opaque
-from .layout import Layout, join
-from .names import READS
+from .layout import Block, Labels, Layout, Shape, join
+from .names import POINTWISE, READS
 from .probe import probe_node, probe_slots
 from .roots import Roots
-from .saved import constants, in_checkpoint
+from .saved import constants, in_checkpoint, is_custom
 from .site import Fate, Flow, Site, weights_only
 from .tape import Slot, Tape, is_leaf, op_name
+
+_BY_SHAPE = POINTWISE | {"View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "T"}
+_FATES: dict[tuple[str, Shape, Block, Shape], Block | Flow] = {}  # what was found for such an op before
 
 
 @dataclass(slots=True)
@@ -69,6 +72,8 @@ class _Assignment:
         for node in self.tape.order:
             site = self.map.sites[node] = Site(self.tape, node)
             states = [cotangents.get((node, nr)) for nr in range(len(site.shapes))]
+            if len(states) == 1 and type(states[0]) is Block and self._flow_by_shape(site, states[0]):
+                continue
             if any(isinstance(state, Flow) for state in states):
                 batched.add(node)
                 for _, slot in site.outputs:
@@ -78,6 +83,25 @@ class _Assignment:
             ):  # a cotangent without elements carries nothing
                 self._flow(site, states)  # type: ignore[arg-type]
         return self.map
+
+    def _flow_by_shape(self, site: Site, layout: Block) -> bool:
+        """The common case, remembered: ops whose flow depends on shapes alone; False if this is not one."""
+        if site.name not in _BY_SHAPE or is_custom(site.node) or 0 in site.shapes[0]:
+            return False
+        for k, slot in site.outputs:
+            key = (site.name, site.shapes[0], layout, self.tape.shape(slot))
+            fate = _FATES.get(key)
+            if fate is None:
+                found = self._by_rule(site, k, [layout])
+                if found is None or found is Flow.PROBE or isinstance(found, Labels):
+                    return False
+                fate = _FATES[key] = found
+            self.map.flows[site.node, k] = fate
+            if slot in self.map.cotangents:
+                self._merge(slot, fate)
+            elif slot not in self.settled:
+                self.map.cotangents[slot] = fate
+        return True
 
     def _flow(self, site: Site, layouts: Sequence[Layout | None]) -> None:
         """Send the layouts of a separable node on to its outputs."""

@@ -61,14 +61,15 @@ def capture_from(
     tell_bytes: Callable[[int], None] | None = None,
     verify: Callable[[Plan], None] | None = None,
     plain: Sequence[Slot] = (),
+    tape: Tape | None = None,
 ) -> tuple[Tensor | None, ...]:
     """The same from any places of a graph at which samples can be told apart.
 
     ``trust_unseen`` takes custom Functions to keep samples apart, where ``independent`` alone would refuse them.
     ``verify`` is shown where the samples lie in the whole graph before anything is run, and may raise. The ordinary
-    gradients at ``plain`` come back.
+    gradients at ``plain`` come back. ``tape`` is the graph, if it has been walked already.
     """
-    found = plan(roots, list(params.values()), plain)
+    found = plan(roots, list(params.values()), plain, tape=tape)
     check_reached(found.tape, params)
     _refuse_module_hooks(found)
     meeting = interactions(found.tape, found.map)

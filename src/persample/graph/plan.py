@@ -32,22 +32,28 @@ class Plan:
         return itemsize * sum(prod(shape) for node in nodes for shape in self.tape.shapes(node))
 
 
-def plan(roots: Roots, params: Sequence[Tensor], plain: Collection[Slot] = (), data: Collection[Node] = ()) -> Plan:
+def plan(
+    roots: Roots,
+    params: Sequence[Tensor],
+    plain: Collection[Slot] = (),
+    data: Collection[Node] = (),
+    tape: Tape | None = None,
+) -> Plan:
     """Read the graph and decide; nothing of it is run, but for probes where this call's data decide.
 
     The engine will go on to ``plain`` for ordinary gradients, whatever is requested here; ``data`` are leaves among the
-    parameters that hold samples.
+    parameters that hold samples. A ``tape`` of the same graph saves another walk.
     """
-    tape = walk([node for node, _ in roots.slots], params)
+    tape = tape or walk([node for node, _ in roots.slots], params)
     tape.data = data
     found = Plan(tape, assign(tape, roots))
     inner: set[Node] = set()  # nodes from which the engine goes on to something requested
     onward = leading_to([node for node, _ in roots.slots], {node for node, _ in plain}) if plain else set()
     for node in reversed(tape.order):
-        states = [found.map.cotangents.get((node, nr)) for nr in range(len(tape.shapes(node)))]
-        outputs = found.map.sites[node].outputs
         if node in found.map.batched:
             continue
+        outputs = found.map.sites[node].outputs
+        states = [found.map.cotangents.get((node, nr)) for nr in range(len(tape.shapes(node)))]
         if all(state is None for state in states):  # zeros flow here, but the engine walks on all the same
             inner.update([node] if any(slot[0] in inner for _, slot in outputs) else [])
             continue

@@ -102,7 +102,10 @@ class Site:
 
 def weights_only(tape: Tape, node: Node) -> bool:
     """Is everything from this node down computed from weights and numbers alone?"""
-    return not tape.reaches(node, lambda below: computes_with_data(tape, below))
+    found = tape.weights.get(node)
+    if found is None:
+        found = tape.weights[node] = not tape.reaches(node, lambda below: computes_with_data(tape, below))
+    return found
 
 
 def computes_with_data(tape: Tape, node: Node) -> bool:
