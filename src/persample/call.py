@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import update_wrapper
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
-from torch.nn.utils.rnn import PackedSequence
 
-from .expanded.data import Followed
-from .expanded.gate import Receiver, Recording, attach
-from .expanded.inputs import StandIns, batch_of, holds_batch
-from .expanded.samples import Samples, of_packed
-from .expanded.trees import leaves, tree_map
-from .expanded.weight import ExpandedWeight
+from .expanded.gate import Receiver
+from .expanded.inputs import batch_of
+from .expanded.module import record_call
 from .factors import Factor
-from .graph.roots import slot_of
-from .graph.tape import Tape, leaf_of, walk
+from .graph.saved import original_of
 from .params import named
 from .reduce import check_reductions, start
 from .reductions import Reduction
@@ -69,8 +63,10 @@ def call_for_per_sample_grads(
         raise RuntimeError(f"loss_reduction must be 'sum' or 'mean', but is {loss_reduction!r}")
     if not isinstance(cast(object, module), nn.Module):
         raise RuntimeError(f"module must be an nn.Module, but is a {type(module).__name__}")
-    if any(hasattr(part, "_orig_mod") for part in module.modules()):
+    if any(original_of(part) is not None for part in module.modules()):
         raise RuntimeError("module was made by torch.compile, which does not know expanded weights: pass the original")
+    if isinstance(module, nn.DataParallel):
+        raise RuntimeError("module is an nn.DataParallel, whose copies cannot be recorded: pass module.module")
     if batch_size is not None and (not isinstance(cast(object, batch_size), int) or isinstance(batch_size, bool)):
         raise RuntimeError(f"batch_size must be None or an int, but is a {type(batch_size).__name__}")
     if batch_size is not None and batch_size < 1:
@@ -118,66 +114,15 @@ class PerSampleCall:
         batch = batch_of((args, kwargs), self._batch_size, self._dim)
         self._check_clear(params)
         _refuse_batch_norms(self.module)
-        weights = {name: ExpandedWeight(p, batch, self._loss_reduction) for name, p in params.items()}
-        by_id, stand_ins = {id(p): weights[name] for name, p in params.items()}, StandIns()
-        args, kwargs = tree_map(lambda leaf: _replaced_input(leaf, by_id, stand_ins), (args, kwargs))
-        samples = self._samples(weights.values(), (args, kwargs), batch)
-        samples.data = followed = Followed(samples.inputs, batch, self._dim)
-        with _working(weights.values()), followed:  # a forward may take gradients itself
-            result = functional_call(self.module, _everywhere(self.module, by_id), args, kwargs, tie_weights=False)
-        outputs = _outputs(result, samples)
-        if not outputs:
-            return result
-        tape = self._let_in_others(outputs, weights, params, stand_ins)
-        recording = Recording(
-            what=type(self.module).__name__,
-            leaves={name: weight.leaf for name, weight in weights.items()},
-            inputs=[leaf for _, leaf in stand_ins.pairs()],
-            outputs=outputs,
-            samples=samples,
-            tape=tape,
-            scale=batch if self._loss_reduction == "mean" else 1,
-            receive=lambda: self._receive(params, batch),
-            working=[weight.working for weight in weights.values()],
+        return record_call(
+            self.module,
+            params,
+            (args, kwargs),
+            batch,
+            self._dim,
+            self._loss_reduction,
+            lambda: self._receive(params, batch),
         )
-        attached = attach(recording, list(params.values()), [x for x, _ in stand_ins.pairs()])
-        return _replaced(result, dict(zip(map(id, outputs), attached, strict=True)))
-
-    def _let_in_others(
-        self,
-        outputs: Sequence[Tensor],
-        weights: Mapping[str, ExpandedWeight],
-        params: Mapping[str, Tensor],
-        stand_ins: StandIns,
-    ) -> Tape | None:
-        """Tensors that the module uses though they are neither parameters nor inputs, and that want a gradient.
-
-        The graph comes back, if it leads to weights alone.
-        """
-        known = [*[weight.leaf for weight in weights.values()], *[leaf for _, leaf in stand_ins.pairs()]]
-        tape = walk([slot_of(y)[0] for y in outputs], known)
-        found = [leaf_of(node) for node in tape.others]
-        names = {id(p): name for name, p in params.items()}
-        past = sorted(names[id(t)] for t in found if id(t) in names)
-        if past:
-            raise RuntimeError(
-                f"{type(self.module).__name__} uses parameters {past} by another way than its attributes of that name "
-                f"(kept in a list or a closure), so that this use was not recorded: read them off the module in forward"
-            )
-        for plain in found:
-            stand_ins.let_in(plain)
-        return None if stand_ins.pairs() else tape
-
-    def _samples(self, weights: Any, arguments: Any, batch: int) -> Samples:
-        """What is known before the call; the weights are told to record on it."""
-        found = leaves(arguments)
-        packed = [leaf for leaf in found if isinstance(leaf, PackedSequence)]
-        inputs = [leaf for leaf in found if type(leaf) is Tensor and holds_batch(leaf, batch, self._dim)]
-        samples = Samples(batch, self._dim, inputs=inputs, packed=packed[0] if len(packed) == 1 else None)
-        for weight in weights:
-            weight.samples = samples
-            weight.set_batch_first(self._dim == 0)
-        return samples
 
     def _check_clear(self, params: Mapping[str, Tensor]) -> None:
         if self._reductions is None:
@@ -200,30 +145,13 @@ class PerSampleCall:
                 self._results = tuple(r.result() for r in run.reductions)
 
 
-def _everywhere(module: nn.Module, by_id: Mapping[int, ExpandedWeight]) -> dict[str, Tensor]:
-    """The weight for every attribute that is a parameter, by one name for each."""
-    return {
-        f"{path}.{name}" if path else name: by_id[id(p)]
-        for path, part in module.named_modules()
-        for name, p in part._parameters.items()
-        if id(p) in by_id
-    }
-
-
-@contextmanager
-def _working(weights: Iterable[ExpandedWeight]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for weight in weights:
-            stack.enter_context(weight.working)
-        yield
-
-
 @contextmanager
 def _writing(params: Mapping[str, Tensor], batch: int) -> Iterator[Callable[[str, Factor], None]]:
     """All parameters get their ``grad_sample``, or none: zeros where the loss does not reach them."""
     stacks: dict[str, Tensor] = {}
 
     def write(name: str, factor: Factor) -> None:
+        assert name not in stacks, "a parameter has one factor"
         p = params[name]
         stacks[name] = factor.stack(torch.empty((batch, *p.shape), dtype=p.dtype, device=p.device))
 
@@ -238,47 +166,17 @@ def _check_clear(params: Iterable[tuple[str, Tensor]]) -> None:
         if getattr(p, "grad_sample", None) is not None:
             raise RuntimeError(
                 f"parameter {name!r} still holds a grad_sample, to which other samples' gradients would be added: "
-                f"set it to None first"
+                f"set it to None first, or call once on all samples"
             )
+
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def _refuse_batch_norms(module: nn.Module) -> None:
     for name, part in module.named_modules():
-        if isinstance(part, nn.modules.batchnorm._BatchNorm) and (part.training or part.running_mean is None):
+        if isinstance(part, _BATCH_NORMS) and (part.training or part.running_mean is None):
             raise RuntimeError(
                 f"samples interact in batch_norm: {type(part).__name__} {name!r} normalises by the statistics of the "
                 f"batch, so that a sample has no gradient of its own. Put it into eval mode, or use GroupNorm"
             )
-
-
-def _outputs(result: Any, samples: Samples) -> list[Tensor]:
-    """The results that a gradient can come to, each once."""
-    found: dict[int, Tensor] = {}
-    for leaf in leaves(result):
-        if isinstance(leaf, PackedSequence):
-            if int(leaf.batch_sizes[0]) == samples.batch and leaf.data.requires_grad:
-                samples.tell(leaf.data, of_packed(leaf.batch_sizes, leaf.sorted_indices, leaf.data, samples.batch))
-            leaf = leaf.data
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
-            found[id(leaf)] = leaf
-    return list(found.values())
-
-
-def _replaced_input(leaf: Any, weights: Mapping[int, ExpandedWeight], stand_ins: StandIns) -> Any:
-    """An argument as the module sees it: a weight where it is a parameter, another leaf where it wants a gradient."""
-    if id(leaf) in weights:
-        return weights[id(leaf)]
-    if isinstance(leaf, PackedSequence) and leaf.data.requires_grad:
-        return PackedSequence(stand_ins[leaf.data], *leaf[1:])
-    return stand_ins[leaf] if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
-
-
-def _replaced(result: Any, attached: Mapping[int, Tensor]) -> Any:
-    """The results, on the user's graph."""
-
-    def replace(leaf: Any) -> Any:
-        if isinstance(leaf, PackedSequence):
-            return PackedSequence(attached.get(id(leaf.data), leaf.data), *leaf[1:])
-        return attached.get(id(leaf), leaf)
-
-    return tree_map(replace, result)

@@ -83,7 +83,7 @@ class Case:
 
     def fresh(self) -> tuple[list[Any], dict[str, Any]]:
         """The arguments with every tensor a leaf of its own; layouts and `requires_grad` stay."""
-        return [_leaf(a) for a in self.args], {key: _leaf(a) for key, a in self.kwargs.items()}
+        return [leaf(a) for a in self.args], {key: leaf(a) for key, a in self.kwargs.items()}
 
     def constant_data(self) -> Case:
         """The same call with data that require no gradient, as in ordinary training."""
@@ -208,7 +208,7 @@ def describe(value: Any) -> str:
     return getattr(value, "__name__", None) or repr(value)
 
 
-def _leaf(value: Any) -> Any:
+def leaf(value: Any) -> Any:
     """A leaf with the same values, or the value itself if it is no tensor."""
     if not isinstance(value, Tensor):
         return value

@@ -16,9 +16,8 @@ from persample.graph.custom import teach
 from persample.graph.flows.registry import Layouts, keep
 from persample.graph.rules.registry import Use
 from persample.graph.site import Fate, Flow, Site
+from tests.expanded.helpers import check, r, sizes, squares
 from tests.reference import assert_same, definition
-
-SIZES = pytest.mark.parametrize("B", [5, 1, 0])
 
 
 @pytest.fixture(autouse=True)
@@ -29,10 +28,6 @@ def _forgotten() -> Iterator[None]:
     yield
     custom._TAUGHT.clear()
     custom._TAUGHT.update(before)
-
-
-def r(*shape: int, grad: bool = False) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, requires_grad=grad)
 
 
 def product() -> type[torch.autograd.Function]:
@@ -98,17 +93,13 @@ def params() -> list[Tensor]:
     return [r(4, 3, grad=True), r(3, 3, grad=True), r(3, 2, grad=True)]
 
 
-def losses(out: Tensor, dim: int = 0) -> Tensor:
-    return out.square().movedim(dim, 0).flatten(1).sum(1)
-
-
-@SIZES
+@sizes
 @FLOWS
 @pytest.mark.parametrize("shape", [(4,), (2, 4), (5, 4)], ids=["rows", "positions", "T=B"])
 def test_taught(B: int, flow: Any, shape: tuple[int, ...]) -> None:
     function, rule = product(), Teacher()
     teach(function, flow)(rule)
-    found = losses(net(function)(r(B, *shape), *(given := params())))
+    found = squares(net(function)(r(B, *shape), *(given := params())))
     want = definition(found, given)
     assert_same(ps.grad(found, given), want)
     assert set(rule.asked) == ({1} if B > 1 else set())
@@ -119,7 +110,7 @@ def test_taught(B: int, flow: Any, shape: tuple[int, ...]) -> None:
 def test_taught_with_the_batch_second(flow: Any, T: int) -> None:
     function, rule = product(), Teacher()
     teach(function, flow)(rule)
-    found = losses(net(function)(r(T, 5, 4), *(given := params())), 1)
+    found = squares(net(function)(r(T, 5, 4), *(given := params())), 1)
     want = definition(found, given)
     assert_same(ps.grad(found, given), want)
     assert rule.asked == [1, 1]
@@ -130,18 +121,18 @@ def test_taught_with_folded_samples(flow: Any) -> None:
     function, rule = product(), Teacher()
     teach(function, flow)(rule)
     x = r(5, 3, 4)
-    found = losses(net(function)(x.flatten(0, 1), *(given := params())).unflatten(0, (5, 3)))
+    found = squares(net(function)(x.flatten(0, 1), *(given := params())).unflatten(0, (5, 3)))
     want = definition(found, given)
     assert_same(ps.grad(found, given), want)
     assert rule.asked == [1, 1]
 
 
-@SIZES
+@sizes
 @FLOWS
 def test_reductions_of_taught_factors(B: int, flow: Any) -> None:
     function = product()
     teach(function, flow)(Teacher())
-    found = losses(net(function)(r(B, 2, 4), *(given := params())))
+    found = squares(net(function)(r(B, 2, 4), *(given := params())))
     want = torch.cat([stack.flatten(1) for stack in definition(found, given).values()], 1).norm(dim=1)
     (norms,) = ps.reduce(found, given, ps.Norms())
     assert_same([norms], {"0": want})
@@ -150,7 +141,7 @@ def test_reductions_of_taught_factors(B: int, flow: Any) -> None:
 def test_not_taught() -> None:
     """Right, one sample at a time, and said."""
     function = product()
-    found = losses(net(function)(r(5, 2, 4), *(given := params())))
+    found = squares(net(function)(r(5, 2, 4), *(given := params())))
     want = definition(found, given)
     with pytest.warns(ps.PerformanceWarning, match="Product"):
         assert_same(ps.grad(found, given), want)
@@ -160,7 +151,7 @@ def test_another_function_learns_nothing() -> None:
     function = product()
     child = type("Child", (function,), {})
     teach(function)(Teacher())
-    found = losses(net(child)(r(5, 2, 4), *(given := params())))
+    found = squares(net(child)(r(5, 2, 4), *(given := params())))
     want = definition(found, given)
     with pytest.warns(ps.PerformanceWarning, match="Child"):
         assert_same(ps.grad(found, given), want)
@@ -175,7 +166,7 @@ def test_a_rule_that_does_not_know(flow: Any) -> None:
     def unsure(use: Use) -> None:
         asked.append(use.k)
 
-    found = losses(net(function)(r(5, 2, 4), *(given := params())))
+    found = squares(net(function)(r(5, 2, 4), *(given := params())))
     want = definition(found, given)
     with pytest.warns(ps.PerformanceWarning, match="Product"):
         assert_same(ps.grad(found, given), want)
@@ -189,7 +180,7 @@ def test_rules_save_backwards() -> None:
         function = product()
         if known:
             teach(function, flow)(Teacher())
-        found = losses(net(function)(r(5, 2, 4), *(given := params())))
+        found = squares(net(function)(r(5, 2, 4), *(given := params())))
         if known:
             ps.grad(found, given)
         else:
@@ -222,7 +213,7 @@ class Split(torch.autograd.Function):
         return g * gain + h, (g * x).sum(0), h.sum(0)
 
 
-@SIZES
+@sizes
 @pytest.mark.parametrize("used", ["first", "second", "both"])
 def test_several_results(B: int, used: str) -> None:
     @teach(Split)
@@ -234,12 +225,12 @@ def test_several_results(B: int, used: str) -> None:
 
     a, gain, shift = given = [r(4, 3, grad=True), r(3, grad=True), r(3, grad=True)]
     one, two = Split.apply(r(B, 4) @ a, gain, shift)
-    found = losses({"first": one, "second": two, "both": one * two}[used])
+    found = squares({"first": one, "second": two, "both": one * two}[used])
     want = definition(found, given)
     assert_same(ps.grad(found, given), want)
 
 
-@SIZES
+@sizes
 def test_in_a_call_for_per_sample_grads(B: int) -> None:
     """A taught Function inside a recorded module."""
     function = product()
@@ -254,6 +245,4 @@ def test_in_a_call_for_per_sample_grads(B: int) -> None:
             return net(function)(x, self.a, self.w, self.b)
 
     module, x = Net(), r(B, 2, 4)
-    want = definition(losses(module(x)), module)
-    losses(ps.call_for_per_sample_grads(module)(x)).sum().backward()
-    assert_same({name: p.grad_sample for name, p in module.named_parameters()}, want)
+    check(module, x)

@@ -11,7 +11,7 @@ torch.Size([5, 2, 3])
 The other names are those that rules written for PyTorch's own expanded weights import.
 """
 
-from . import places
+from . import places as _shipped_rules  # noqa: F401  (entered on import)
 from .porting import (
     forward_helper,
     is_batch_first,
@@ -33,7 +33,6 @@ __all__ = [
     "implements_per_sample_grads",
     "is_batch_first",
     "maybe_scale_by_batch_size",
-    "places",
     "set_grad_sample_if_exists",
     "standard_kwargs",
     "sum_over_all_but_batch_and_last_n",

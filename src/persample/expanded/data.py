@@ -1,37 +1,67 @@
 """Following data from the inputs of a call to the first layers.
 
-Functions of data leave no trace in the graph. They are noted here; and where it matters in which place a tensor of data
-carries its samples, they are run again on the batch in another order: where that order shows, the samples are.
+Functions of data leave no trace in the graph. They are noted here; and where it matters in which place a tensor
+carries its samples, they are run again, on noise and on the same noise in another order: where the order shows, the
+samples are. Notes name what they were made from by number and hold no data, so that nothing lives longer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..graph.layout import Block, Layout, Shape
+from ..graph.roots import slot_of
+from ..graph.tape import Slot
 from .trees import leaves, tree_map
 from .weight import ExpandedWeight
 
-_SMALL = 1024  # elements of a constant, as a mean or a scale; a frozen layer's weights have more
+_SMALL = 1024  # elements of a constant of unknown origin, as a mean or a scale
 _MOST = 256  # functions that are noted
 
-_Note = tuple[Tensor, Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
+
+_Values = dict[int, Tensor]  # inputs, and what was made of them, by number
+_FOUND: dict[Any, Layout] = {}  # where functions of such shapes have left the samples before
+
+
+class _Made:
+    """In place of a tensor of data: the input, or the note it was made by, of this number."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+@dataclass(frozen=True)
+class _Note:
+    """A function of data."""
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
 
 
 class Followed(TorchFunctionMode):
-    """Notes functions of the call's inputs that have no gradient."""
+    """Notes functions of the call's inputs, up to where they meet weights."""
 
-    def __init__(self, inputs: Sequence[Tensor], batch: int, dim: int) -> None:
+    def __init__(self, inputs: Sequence[Tensor], batch: int, dim: int, module: nn.Module) -> None:
         super().__init__()
-        self._inputs, self._batch, self._dim = {id(x): x for x in inputs}, batch, dim
-        self._shared: dict[int, Tensor] = {}  # computed from weights and constants alone
-        self._layers: list[_Note] = []  # where data meet weights
-        self._notes: dict[int, _Note] = {}  # by the result's id, with the result itself, so that the id stays its own
+        self._inputs, self._batch, self._dim = inputs, batch, dim
+        self._numbers: dict[int, int] = {}  # of inputs and of results that live, by id
+        self._shared: set[int] = {
+            id(t) for t in [*module.parameters(), *module.buffers()]
+        }  # by id, as long as they live
+        self._weights: set[int] = set()  # those made of trainable weights alone
+        self._alive: list[weakref.ref[Tensor]] = []
+        self._notes: list[_Note | None] = [None] * len(inputs)
+        self._layers: list[tuple[Slot, Shape, _Note]] = []  # where data meet weights
+        for number, x in enumerate(inputs):
+            self._numbers[id(x)] = number
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -39,74 +69,127 @@ class Followed(TorchFunctionMode):
         result = func(*args, **kwargs) if kwargs else func(*args)
         if type(result) is Tensor and not torch.compiler.is_compiling() and len(self._notes) < _MOST:
             first = args[0] if args else None
-            if not isinstance(first, Tensor) or self._follows(first) or self._is_shared(first):  # no activation
+            if not isinstance(first, Tensor) or id(first) in self._numbers or self._is_shared(first):  # no activation
                 self._note(result, func, args, kwargs or {})
         return result
 
     def _note(self, result: Tensor, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if any(result is t for t in tensors):  # changed in place: what it was is gone
-            self._notes.pop(id(result), None)
-        elif not all(self._follows(t) or self._is_shared(t) for t in tensors):
+            self._numbers.pop(id(result), None)
+        elif not all(id(t) in self._numbers or self._is_shared(t) for t in tensors):
             pass
-        elif not any(self._follows(t) for t in tensors):
-            self._shared[id(result)] = result
+        elif not any(id(t) in self._numbers for t in tensors):
+            self._shared.add(id(result))
+            if tensors and all(self.is_weight(t) for t in tensors):
+                self._weights.add(id(result))
+            self._watch(result)
         else:
+            args, kwargs = tree_map(self._without_data, (args, kwargs))
+            note = _Note(func, args, kwargs)
             weights = any(isinstance(t, ExpandedWeight) or (id(t) in self._shared and t.requires_grad) for t in tensors)
-            args, kwargs = tree_map(lambda t: t.leaf if isinstance(t, ExpandedWeight) else t, (args, kwargs))
-            if weights and result.requires_grad:
-                self._layers.append((result, func, args, kwargs))
+            if weights and result.requires_grad and result.grad_fn is not None:
+                self._layers.append((slot_of(result), tuple(result.shape), note))
             else:
-                self._notes[id(result)] = (result, func, args, kwargs)
+                self._numbers[id(result)] = len(self._notes)
+                self._notes.append(note)
+                self._watch(result)
 
-    def _follows(self, t: Tensor) -> bool:
-        """Is it an input, or known how this was computed from inputs?"""
-        return id(t) in self._inputs or id(t) in self._notes
+    def _watch(self, t: Tensor) -> None:
+        """Forget a tensor's id when it dies."""
+        key, numbers, others = id(t), self._numbers, (self._shared, self._weights)
+
+        def forget(_: object) -> None:
+            numbers.pop(key, None)
+            for ids in others:
+                ids.discard(key)
+
+        self._alive.append(weakref.ref(t, forget))
+
+    def is_weight(self, t: Tensor) -> bool:
+        """Is it a weight, or computed from weights alone?"""
+        return isinstance(t, ExpandedWeight) or id(t) in self._weights
 
     def _is_shared(self, t: Tensor) -> bool:
-        """Is it a weight, or a small constant, or computed from such alone?"""
+        """Is it a weight, of the module, a small constant, or computed from such alone?"""
         small = not t.requires_grad and t.numel() <= _SMALL
         return isinstance(t, ExpandedWeight) or id(t) in self._shared or small
 
-    def found(self, choices: Callable[[Shape], Sequence[Layout]]) -> Iterator[tuple[Tensor, Layout]]:
-        """Results of data and weights, with the layout that running them again shows beyond doubt."""
-        for layer in self._layers:
-            layout = self._layout(layer, choices(tuple(layer[0].shape)))
-            if layout is not None:
-                yield layer[0], layout
+    def _without_data(self, leaf: Any) -> Any:
+        if id(leaf) in self._numbers and isinstance(leaf, Tensor):
+            return _Made(self._numbers[id(leaf)])
+        return leaf.leaf if isinstance(leaf, ExpandedWeight) else leaf
 
-    def _layout(self, layer: _Note, choices: Sequence[Layout]) -> Layout | None:
-        t = layer[0]
-        order = torch.randperm(self._batch, generator=torch.Generator("cpu").manual_seed(0))
+    def found(self, choices: Callable[[Shape], Sequence[Layout]], known: Collection[Slot]) -> dict[Slot, Layout]:
+        """Results of data and weights that are not known yet, with the layout that running them again shows."""
+        found = {}
+        runs: tuple[Tensor, _Values, _Values] | None = None
+        for slot, shape, note in self._layers:
+            if slot in known:
+                continue
+            key = (self._signature(note), self._batch, self._dim)
+            layout = _FOUND.get(key)
+            if layout is None:
+                runs = runs or self._noise()
+                layout = self._layout(note, shape, choices(shape), *runs)
+            if layout is not None:
+                found[slot] = _FOUND[key] = layout
+        return found
+
+    def _signature(self, note: _Note) -> tuple[Any, ...]:
+        """Functions and shapes: the same ones leave samples in the same place."""
+
+        def describe(leaf: Any) -> Any:
+            if isinstance(leaf, _Made):
+                earlier = self._notes[leaf.number]
+                return tuple(self._inputs[leaf.number].shape) if earlier is None else self._signature(earlier)
+            return tuple(leaf.shape) if isinstance(leaf, Tensor) else repr(leaf)
+
+        return note.func, *[describe(leaf) for leaf in leaves((note.args, note.kwargs))]
+
+    def _noise(self) -> tuple[Tensor, _Values, _Values]:
+        """Another order of the samples, and inputs of noise, as they are and in that order; integers stay data."""
+        random = torch.Generator("cpu").manual_seed(0)
+        order = torch.randperm(self._batch, generator=random)
         order = order.roll(1) if torch.equal(order, order.sort().values) else order
-        devices = [t.device] if t.device.type == "cuda" else []
+        once, again = {}, {}
+        for number, x in enumerate(self._inputs):
+            noise = torch.rand(x.shape, generator=random).to(x) if x.is_floating_point() else x.detach()
+            once[number], again[number] = noise, noise.index_select(self._dim, order.to(x.device))
+        return order, once, again
+
+    def _layout(
+        self, note: _Note, shape: Shape, choices: Sequence[Layout], order: Tensor, one: _Values, other: _Values
+    ) -> Layout | None:
+        """The one layout in which the order of the samples shows, or None."""
+        devices = [x.device for x in self._inputs if x.device.type == "cuda"]
         try:
             with torch.random.fork_rng(devices=devices), torch.no_grad():
-                noise = {i: torch.rand_like(x) if x.is_floating_point() else x for i, x in self._inputs.items()}
-                moved = {i: x.index_select(self._dim, order.to(x.device)) for i, x in noise.items()}
-                once, again = self._run(layer, noise), self._run(layer, moved)
-        except Exception:  # user functions on data in another order may do anything
+                once, again = self._run(note, one), self._run(note, other)
+        except Exception:  # functions of noise, or of data in another order, may do anything
             return None
-        fits = [lay for lay in choices if again.shape == t.shape and _in_order(once, lay, order, again)]
+        fits = [layout for layout in choices if again.shape == shape and _in_order(once, layout, order, again)]
         return fits[0] if len(fits) == 1 else None
 
-    def _run(self, note: _Note, done: dict[int, Tensor]) -> Tensor:
-        """The same function once more, of other inputs; ``done`` has these, and what was made of them, by id."""
+    def _run(self, note: _Note, values: _Values) -> Tensor:
+        """The same function once more; ``values`` are other inputs, and what was made of them, by number."""
 
-        def other(leaf: Any) -> Any:
-            if id(leaf) in self._notes and id(leaf) not in done:
-                done[id(leaf)] = self._run(self._notes[id(leaf)], done)
-            return done.get(id(leaf), leaf)
+        def value(leaf: Any) -> Any:
+            if not isinstance(leaf, _Made):
+                return leaf
+            earlier = self._notes[leaf.number]
+            if leaf.number not in values and earlier is not None:
+                values[leaf.number] = self._run(earlier, values)
+            return values[leaf.number]
 
-        _, func, args, kwargs = note
-        args, kwargs = tree_map(other, (args, kwargs))
-        made: Tensor = func(*args, **kwargs)
+        args, kwargs = tree_map(value, (note.args, note.kwargs))
+        made: Tensor = note.func(*args, **kwargs)
         return made
 
 
-def _in_order(t: Tensor, layout: Layout, order: Tensor, again: Tensor) -> bool:
-    """Is ``again`` the same as ``t`` with the samples of this layout in another order?"""
+def _in_order(once: Tensor, layout: Layout, order: Tensor, again: Tensor) -> bool:
+    """Is ``again`` the same as ``once`` with the samples of this layout in another order?"""
     if not isinstance(layout, Block):
         return False
-    rounds = t.reshape(-1, layout.batch, layout.inner)
-    return torch.equal(rounds.index_select(1, order.to(t.device)).reshape(t.shape), again)
+    rounds = once.reshape(-1, layout.batch, layout.inner)
+    return torch.equal(rounds.index_select(1, order.to(once.device)).reshape(once.shape), again)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from .alone import call_alone
-from .places import PLACES
 from .registry import HANDLED, Shipped, name_of
 from .trees import leaves, tree_map
 
@@ -47,7 +46,6 @@ def dispatch(
     args = tuple(a.leaf if isinstance(a, cls) else tree_map(partial(_plain, cls), a) for a in args)
     kwargs = {name: tree_map(partial(_plain, cls), a) for name, a in kwargs.items()}
     result = func(*args, **kwargs)
-    place = PLACES.get(func)
-    if place is not None:
-        place((args, kwargs), result, samples)
+    if rule is not None and rule.inside is not None:
+        rule.inside((args, kwargs), result, samples)
     return result

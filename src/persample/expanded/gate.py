@@ -22,7 +22,7 @@ from ..graph.capture import Sink
 from ..graph.entry import capture_from
 from ..graph.plan import plan
 from ..graph.roots import Roots, slot_of
-from ..graph.saved import keeps_graph, will_run
+from ..graph.saved import keeps_graph, version, will_run
 from ..graph.tape import Tape, walk
 from .contributions import contributions
 from .samples import Disagreement, Reading, Samples, UnknownBatch
@@ -64,6 +64,11 @@ class Recording:
     follow: bool = False  # are samples known in the inputs alone?
     shared: bool = False  # is part of the graph other calls' too?
 
+    def overlapping(self) -> list[Tensor]:
+        """Outputs that share memory with another one: views of each other, as far as the user's graph does not know."""
+        places = [y.untyped_storage().data_ptr() if y.layout == torch.strided else id(y) for y in self.outputs]
+        return [y for y, place in zip(self.outputs, places, strict=True) if places.count(place) > 1]
+
     def input_gradients(self, grads: Sequence[Tensor | None], keep: bool) -> tuple[Tensor | None, ...]:
         """An ordinary backward that nobody asked for weights."""
         live = [(slot_of(y), g) for y, g in zip(self.outputs, grads, strict=True) if g is not None]
@@ -82,22 +87,32 @@ class Recording:
                 return (None,) * len(self.inputs)
             if not self.samples.batch:
                 return self.input_gradients(grads, keep)
+            # The inputs' gradients are not to be scaled, and get a backward of their own where the others' are.
             run = self._one if self.samples.batch == 1 else self._several
-            found = run(outputs, cotangents, receiver, keep)
-        return tuple(g if g is None or self.scale == 1 else g / self.scale for g in found)
+            if self.scale == 1:
+                return run(outputs, cotangents, receiver, keep, self.inputs)
+            found = self.input_gradients(grads, keep=True)
+            run(outputs, cotangents, receiver, keep, ())
+        return found
 
     def _several(
-        self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor], receiver: Receiver, keep: bool
+        self,
+        outputs: Sequence[Tensor],
+        cotangents: Sequence[Tensor],
+        receiver: Receiver,
+        keep: bool,
+        plain: Sequence[Tensor],
     ) -> tuple[Tensor | None, ...]:
         """The engine's work, for the first reading of the outputs that agrees with what is known inside."""
-        weights = list(self.leaves.values())
+        tape = self.tape or walk([slot_of(y)[0] for y in outputs], [*self.leaves.values(), *self.inputs])
+        tape.data = {slot_of(x)[0] for x in self.inputs}
         try:
             unlikely: InteractionError | None = None
-            for readings in self.samples.readings(outputs, cotangents, weights, self.inputs):
+            for readings in self.samples.readings(outputs, cotangents, tape):
                 meeting: InteractionError | None = None
                 for reading in readings:
                     try:
-                        return self._capture(reading, receiver, keep)
+                        return self._capture(reading, receiver, keep, plain, tape)
                     except Disagreement:
                         continue
                     except InteractionError as error:
@@ -115,14 +130,16 @@ class Recording:
             f"{self.samples.batch}, as it is in the inputs"
         )
 
-    def _capture(self, reading: Reading, receiver: Receiver, keep: bool) -> tuple[Tensor | None, ...]:
+    def _capture(
+        self, reading: Reading, receiver: Receiver, keep: bool, plain: Sequence[Tensor], tape: Tape
+    ) -> tuple[Tensor | None, ...]:
         """One backward; raises before anything is run if the reading is wrong."""
-        if reading.doubtful and not (reading.promised and self.samples.known):
-            self.samples.settle(walk([node for node, _ in reading.roots.slots], self.leaves.values()))
+        if reading.doubtful:
+            self.samples.settle(tape)
         if self.follow:
-            data = {slot_of(x)[0] for x in self.inputs}
             tensors = [*self.leaves.values(), *self.inputs]
-            self.samples.verify(plan(reading.roots, tensors, data=data), reading.promised)
+            self.samples.verify(plan(reading.roots, tensors, data=tape.data), reading, follow=True)
+        verify = partial(self.samples.verify, reading=reading, follow=False)
         return capture_from(
             reading.roots,
             self.leaves,
@@ -131,8 +148,8 @@ class Recording:
             independent=True,
             trust_unseen=True,
             tell_bytes=receiver.tell_bytes,
-            verify=None if self.follow else partial(self.samples.verify, promised=reading.promised),
-            plain=[slot_of(x) for x in self.inputs],
+            verify=None if self.follow else verify,
+            plain=[slot_of(x) for x in plain],
             tape=self.tape if set(reading.roots.slots) == {slot_of(y) for y in self.outputs} else None,
         )
 
@@ -144,13 +161,18 @@ class Recording:
         )
 
     def _one(
-        self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor], receiver: Receiver, keep: bool
+        self,
+        outputs: Sequence[Tensor],
+        cotangents: Sequence[Tensor],
+        receiver: Receiver,
+        keep: bool,
+        plain: Sequence[Tensor],
     ) -> tuple[Tensor | None, ...]:
         """One sample: an ordinary backward."""
         slots = {name: slot_of(leaf) for name, leaf in self.leaves.items()}
         roots = Roots([slot_of(y) for y in outputs], [], 1, cotangents)
         with contributions([node for node, _ in slots.values()]) as given:
-            grads = roots.backward([*slots.values(), *[slot_of(x) for x in self.inputs]], retain_graph=keep)
+            grads = roots.backward([*slots.values(), *[slot_of(x) for x in plain]], retain_graph=keep)
         for (name, (leaf, _)), g in zip(slots.items(), grads, strict=False):
             terms = given[leaf]
             if g is not None:
@@ -180,6 +202,7 @@ class _Gate(torch.autograd.Function):
     def forward(ctx: Any, recording: Recording, ask: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.recording = recording
         ctx.set_materialize_grads(False)
+        ctx.versions = [version(y) for y in recording.overlapping()]
         return tuple(y.detach() for y in recording.outputs)
 
     @staticmethod
@@ -194,6 +217,11 @@ class _Gate(torch.autograd.Function):
             raise RuntimeError(
                 "this backward comes to a call for per-sample gradients a second time, and the first freed its graph: "
                 "call again, or pass retain_graph=True to every backward but the last"
+            )
+        if ctx.versions != [version(y) for y in recording.overlapping()]:
+            raise RuntimeError(
+                f"results of {recording.what} that share memory were changed in place: which of them was meant "
+                f"cannot be seen. Clone them first, or use the form that returns a new tensor"
             )
         if not keep:
             ctx.recording = None

@@ -15,12 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..graph.layout import Labels, carry
-from .registry import Arguments, Shipped, enter, name_of
+from .registry import Arguments, Place, Shipped, enter, name_of
 from .samples import Samples, of_packed
-
-Place = Callable[[Arguments, Any, Samples], None]
-
-PLACES: dict[Callable[..., Any], Place] = {}  # for the functions of a recorded module
 
 
 def _argument(arguments: Arguments, position: int, name: str, default: Any = None) -> Any:
@@ -118,7 +114,7 @@ def _recurrent_inside(arguments: Arguments, result: Any, samples: Samples) -> No
             samples.tell(state, Labels(samples.batch, place.reshape(1, -1, 1)))
 
 
-def _follows(kept: Callable[[int], Sequence[int | None]]) -> Place:
+def _keeps(kept: Callable[[int], Sequence[int | None]]) -> Place:
     """The result's samples from the input's, when that is one of the call's; ``kept``: the dims that stay."""
 
     def place(arguments: Arguments, result: Any, samples: Samples) -> None:
@@ -135,7 +131,7 @@ def _follows(kept: Callable[[int], Sequence[int | None]]) -> Place:
 
 def _batched_images(func: Callable[..., Any], d: int) -> Place:
     """Images lie in dim 0, as samples or parts of samples; in an input without a batch, channels would be samples."""
-    follow = _follows(lambda n: [0, *[None] * (n - 1)])
+    follow = _keeps(lambda n: [0, *[None] * (n - 1)])
 
     def place(arguments: Arguments, result: Any, samples: Samples) -> None:
         x = _first(arguments)
@@ -153,14 +149,13 @@ def _register() -> None:
     for d in (1, 2, 3):
         for name in (f"conv{d}d", f"conv_transpose{d}d"):
             function = getattr(F, name)
-            enter(function, Shipped(_stays(function, ndim=d + 2, exactly=True), dim=0))
-            PLACES[function] = _batched_images(function, d)
-    enter(F.linear, Shipped(_stays(F.linear, behind=1)))
+            alone = _stays(function, ndim=d + 2, exactly=True)
+            enter(function, Shipped(alone, dim=0, inside=_batched_images(function, d)))
+    enter(F.linear, Shipped(_stays(F.linear, behind=1), inside=_keeps(lambda n: [*range(n - 1), None])))
     enter(F.bilinear, Shipped(_stays(F.bilinear, behind=1)))
-    enter(F.embedding, Shipped(_stays(F.embedding)))
+    enter(F.embedding, Shipped(_stays(F.embedding), inside=_keeps(range)))
     enter(F.prelu, Shipped(_stays(F.prelu)))
     enter(F.embedding_bag, Shipped(_bags, dim=0))
-    PLACES[F.linear], PLACES[F.embedding] = _follows(lambda n: [*range(n - 1), None]), _follows(range)
     for name in ("layer_norm", "rms_norm"):
         for function in (getattr(F, name), getattr(torch, name)):
             enter(function, Shipped(_normalised(function)))
@@ -170,8 +165,7 @@ def _register() -> None:
     enter(F.batch_norm, Shipped(_batch_norm, dim=0))
     enter(F.multi_head_attention_forward, Shipped(_attention, dim=1))
     for function in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu):
-        enter(function, Shipped(_recurrent))
-        PLACES[function] = _recurrent_inside
+        enter(function, Shipped(_recurrent, inside=_recurrent_inside))
     followed = "matmul mm addmm bmm baddbmm einsum add sub mul div".split()
     for function in [getattr(torch, name) for name in followed] + [F.scaled_dot_product_attention]:
         enter(function, Shipped())

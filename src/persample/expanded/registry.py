@@ -11,18 +11,20 @@ import torch
 from .samples import Samples
 
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
+Place = Callable[[Arguments, Any, Samples], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Shipped:
     """A function whose gradients the graph engine knows; what is left to say is where its samples lie.
 
-    ``place(arguments, result, samples)`` tells it, or raises; without it the samples are followed from the data
-    to the results by the engine.
+    ``place(arguments, result, samples)`` tells it for a function recorded alone, or raises; without it the samples are
+    followed from the data to the results by the engine. ``inside`` tells it in a recorded module, if it can be known.
     """
 
-    place: Callable[[Arguments, Any, Samples], None] | None = None
+    place: Place | None = None
     dim: int | None = None  # of the batch, where the function leaves no choice
+    inside: Place | None = None
 
 
 HANDLED: dict[Callable[..., Any], Shipped | type[torch.autograd.Function]] = {}

@@ -1,6 +1,6 @@
 """Where the samples lie in the results of a call.
 
-It is promised that a result carries the batch in dim 0 (or dim 1), or in the one dim that fits. What else fits by size,
+It is promised that a result carries the batch in dim 0 (or dim 1), or is a recurrent state. What else fits by size,
 such as a dim of B·T, or a tensor below a mean loss, is a guess, and counts only if it agrees with what is known inside:
 the result of a layer that was given one of the call's inputs, or data computed from them, carries its samples where
 the data do.
@@ -8,7 +8,7 @@ the data do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, product
 from typing import Protocol
@@ -23,7 +23,7 @@ from ..graph.plan import Plan
 from ..graph.roots import Roots, slot_of
 from ..graph.saved import in_checkpoint, tensor
 from ..graph.site import Flow, weights_only
-from ..graph.tape import Slot, Tape, op_name, walk
+from ..graph.tape import Slot, Tape, op_name
 
 # Nodes that save their data: under which name, and how many of its first dims the result keeps (0: all).
 _SAVED_DATA = {"Addmm": ("mat1", 1), "Mm": ("self", 1), "Convolution": ("input", 1), "Embedding": ("indices", 0)}
@@ -42,8 +42,8 @@ class Disagreement(Exception):
 class Data(Protocol):
     """Data that were computed from the inputs of a call, and met weights."""
 
-    def found(self, choices: Callable[[Shape], Sequence[Layout]]) -> Iterator[tuple[Tensor, Layout]]:
-        """Results of data and weights, and where their samples lie."""
+    def found(self, choices: Callable[[Shape], Sequence[Layout]], known: Collection[Slot]) -> dict[Slot, Layout]:
+        """Results of data and weights that are not known yet, and where their samples lie."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class Reading:
     """One way to read the results: where to start a backward, and whether this is what was promised."""
 
     roots: Roots
-    promised: bool
-    doubtful: bool  # or is there another?
+    promised: Sequence[bool]  # of every root
+    doubtful: bool  # is there another?
     likely: bool  # is every batch where it would be expected? Then what contradicts it are the samples, not the reading
 
 
@@ -63,6 +63,7 @@ class Samples:
     batch: int
     dim: int  # of the batch, in inputs and results
     known: dict[Slot, Layout] = field(default_factory=dict)
+    shared: set[Slot] = field(default_factory=set)  # results that were computed from weights alone
     inputs: Sequence[Tensor] = ()  # of the call, those with a batch
     data: Data | None = None  # computed from them
     packed: PackedSequence | None = None  # the call's one packed input, if it has one
@@ -109,49 +110,65 @@ class Samples:
 
     def _promised(self, shape: Shape, layout: Layout) -> bool:
         dim = min(self.dim, len(shape) - 1)
-        return bool(shape) and shape[dim] == self.batch and layout == along(shape, dim, self.batch)
+        if not shape or shape[dim] != self.batch or (self.dim == 1 and shape == (self.batch, self.batch)):
+            return False  # where time comes first, a matrix of B x B may be either
+        return layout == along(shape, dim, self.batch)
 
-    def readings(
-        self, outputs: Sequence[Tensor], grads: Sequence[Tensor], weights: Sequence[Tensor], inputs: Sequence[Tensor]
-    ) -> Iterator[Iterator[Reading]]:
-        """Every way to start a backward, the likeliest first: from the results, then from tensors further down."""
+    def readings(self, outputs: Sequence[Tensor], grads: Sequence[Tensor], tape: Tape) -> Iterator[Iterator[Reading]]:
+        """Every way to start a backward, the likeliest first: from the results, or from below those without a batch.
+
+        ``tape`` leads from the results to weights and inputs.
+        """
         tops = list(zip([slot_of(y) for y in outputs], grads, strict=True))
+        for slot, _ in tops:
+            if slot in self.shared:
+                raise self._without_samples(tape, slot)
         direct = {slot: self._places(slot, tuple(g.shape)) for slot, g in tops}
-        unfit: set[Slot] = set()
         if all(direct.values()):
             yield self._read(tops, direct)
-            unfit |= set(direct)
-        tape = walk([node for (node, _), _ in tops], [*weights, *inputs])
-        tape.data = {slot_of(x)[0] for x in inputs}
-        while True:
-            cut = self._cut(tape, tops, unfit)
-            if not cut:
-                return
+            return
+        unfit: set[Slot] = set()
+        while cut := self._cut(tape, tops, unfit):
             yield self._read(tops, cut)
-            unfit |= set(cut)
+            unfit |= {slot for slot in cut if not direct.get(slot)}
+            if not unfit.intersection(cut):
+                return
 
     def _places(self, slot: Slot, shape: Shape) -> list[Layout]:
         return [self.known[slot]] if slot in self.known else self.choices(shape)
 
     def _read(self, tops: Sequence[tuple[Slot, Tensor]], cut: dict[Slot, list[Layout]]) -> Iterator[Reading]:
         """All readings of one set of tensors."""
-        given = dict(tops)
-        starts: list[_Start] = [(slot, given[slot], cut[slot]) for slot in cut if slot in given]
-        below = [slot for slot in cut if slot not in given]
-        if below:
-            above = [(slot, g) for slot, g in tops if slot not in cut]
-            edges, cotangents = [GradientEdge(*slot) for slot, _ in above], [g for _, g in above]
-            targets = [GradientEdge(*slot) for slot in below]
-            found = torch.autograd.grad(edges, targets, cotangents, retain_graph=True, allow_unused=True)
-            starts += [(slot, g, cut[slot]) for slot, g in zip(below, found, strict=True) if g is not None]
+        starts = self._cotangents(tops, cut)
+        doubtful = any(len(choices) > 1 for _, _, choices in starts) or any(slot not in dict(tops) for slot in cut)
         slots, grads = [slot for slot, _, _ in starts], [g for _, g, _ in starts]
-        doubtful = any(len(choices) > 1 for _, _, choices in starts)
         for layouts in islice(product(*[choices for _, _, choices in starts]), _TRIES):
             places = list(zip(slots, layouts, [tuple(g.shape) for g in grads], strict=True))
-            likely = all(slot in self.known or self._promised(shape, layout) for slot, layout, shape in places)
-            promised = not below and (likely or all(len(cut[slot]) == 1 for slot in slots))
+            usual = [slot in self.known or self._promised(shape, layout) for slot, layout, shape in places]
+            returned = [slot in dict(tops) for slot in slots]
+            promised = [
+                r and (u or self._is_state(cut[slot], shape))
+                for (slot, _, shape), u, r in zip(places, usual, returned, strict=True)
+            ]
             roots = Roots(slots, layouts, self.batch, grads)
-            yield Reading(roots, promised, doubtful or not promised, likely or not below)
+            yield Reading(roots, promised, doubtful or not all(promised), all(usual) or all(returned))
+
+    def _is_state(self, choices: Sequence[Layout], shape: Shape) -> bool:
+        """May this be a recurrent state, (layers, B, features)?"""
+        return len(choices) == 1 and len(shape) == 3 and shape[1] == self.batch
+
+    def _cotangents(self, tops: Sequence[tuple[Slot, Tensor]], cut: dict[Slot, list[Layout]]) -> list[_Start]:
+        """The cotangents of these tensors: those given, and what comes from results above."""
+        found = {slot: g for slot, g in tops if slot in cut}
+        above = [(slot, g) for slot, g in tops if slot not in cut]
+        if above:
+            edges, cotangents = [GradientEdge(*slot) for slot, _ in above], [g for _, g in above]
+            targets = [GradientEdge(*slot) for slot in cut]
+            extra = torch.autograd.grad(edges, targets, cotangents, retain_graph=True, allow_unused=True)
+            for slot, g in zip(cut, extra, strict=True):
+                if g is not None:
+                    found[slot] = found[slot] + g if slot in found else g
+        return [(slot, found[slot], cut[slot]) for slot in cut if slot in found]
 
     def _cut(self, tape: Tape, tops: Sequence[tuple[Slot, Tensor]], unfit: set[Slot]) -> dict[Slot, list[Layout]]:
         """The nearest tensors that may hold a batch, none of them below another; ``unfit`` ones are passed."""
@@ -177,15 +194,17 @@ class Samples:
                 if below is None or below in seen:
                     continue
                 if weights_only(tape, below[0]):
-                    raise UnknownBatch(
-                        f"parameters are used without any sample ({type(slot[0]).__name__}), as in a penalty on "
-                        f"weights, or there is no batch of {self.batch} samples in a tensor of shape "
-                        f"{tape.shape(slot)}: whose gradient that is cannot be known. Return one loss per sample, and "
-                        f"add such terms outside"
-                    )
+                    raise self._without_samples(tape, slot)
                 seen.add(below)
                 stack.append(below)
         return found
+
+    def _without_samples(self, tape: Tape, slot: Slot) -> UnknownBatch:
+        return UnknownBatch(
+            f"parameters are used without any sample ({type(slot[0]).__name__}), as in a penalty on weights, or there "
+            f"is no batch of {self.batch} samples in a tensor of shape {tape.shape(slot)}: whose gradient that is "
+            f"cannot be known. Return one loss per sample, and add such terms outside"
+        )
 
     def settle(self, tape: Tape) -> None:
         """Find out what was left until it matters: from inputs that nodes have saved, and from data run again."""
@@ -199,23 +218,27 @@ class Samples:
                 kept = [d if d < (rows or x.ndim) else None for d in range(x.ndim)]
                 found = carry(layout, tuple(x.shape), tape.shapes(node)[0], kept)
                 self.known.update({} if found is None else {(node, 0): found})
-        for result, layout in self.data.found(self.choices):
-            self.tell(result, layout)
+        self.known.update(self.data.found(self.choices, self.known))
         self.data = None
 
-    def verify(self, plan: Plan, promised: bool) -> None:
-        """Refuse a reading that contradicts what is known inside, or was not promised and has no evidence."""
-        shared = agreed = 0
+    def verify(self, plan: Plan, reading: Reading, follow: bool) -> None:
+        """Refuse a reading that contradicts what is known inside, or that lacks evidence and needs it.
+
+        Evidence is needed for what was not promised; with ``follow``, for everything, if the data can give any.
+        """
+        agreed: set[Node] = set()
         for slot, layout in self.known.items():
             state = plan.map.cotangents.get(slot)
-            if state is Flow.SHARED:
-                shared += 1
-            elif state is not None:
-                if isinstance(state, Flow) or join(state, layout, plan.tape.shape(slot)) is None:
-                    raise Disagreement
-                agreed += 1
-        if not agreed and (shared or not promised):  # what looks like a batch may be shared, but not all of them
-            raise Disagreement
+            if state is Flow.MIXED or (
+                isinstance(state, Layout) and join(state, layout, plan.tape.shape(slot)) is None
+            ):
+                raise Disagreement
+            agreed.update([slot[0]] if isinstance(state, Layout) else [])  # what looks like a batch may be shared
+        for slot, promised in zip(reading.roots.slots, reading.promised, strict=True):
+            needed = not promised or (follow and bool(self.known))
+            live = slot[0] in plan.tape.edges and 0 not in plan.tape.shape(slot)
+            if needed and live and not plan.tape.reaches(slot[0], agreed.__contains__):
+                raise Disagreement
 
 
 def _leads_to(tape: Tape, node: Node, goals: set[Node]) -> bool:

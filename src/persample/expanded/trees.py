@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-_LEAVES = (Tensor, PackedSequence, type(None), bool, int, float, str, torch.dtype, torch.device)
+LEAVES = (Tensor, PackedSequence, type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
 def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
     """``fn`` of every leaf: whatever is not a list, tuple, mapping or dataclass; a `PackedSequence` is a leaf, too."""
-    if isinstance(tree, _LEAVES):
+    if isinstance(tree, LEAVES):
         return fn(tree)
     if isinstance(tree, (tuple, list)):
         values = [tree_map(fn, value) for value in tree]
@@ -55,7 +55,7 @@ def _with_fields(tree: Any, values: Mapping[str, Any]) -> Any:
 
 def leaves(tree: Any) -> list[Any]:
     """All leaves, in order."""
-    if isinstance(tree, _LEAVES):
+    if isinstance(tree, LEAVES):
         return [tree]
     if isinstance(tree, (tuple, list)):
         return [leaf for value in tree for leaf in leaves(value)]

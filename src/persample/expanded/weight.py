@@ -83,6 +83,7 @@ class ExpandedWeight(Tensor):
         made, like = cls._make(leaf), weights[0]
         made.__init__(leaf, like.batch_size, like.loss_reduction)  # type: ignore[misc]
         made.batch_first, made.allow_smaller_batches = like.batch_first, like.allow_smaller_batches
+        made.working = Flag()
         made.sources = tuple({id(base): base for weight in weights for base in weight.bases}.values())
         return made
 

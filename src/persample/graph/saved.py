@@ -60,6 +60,21 @@ def will_run(node: Node) -> bool:
     return bool(torch._C._will_engine_execute_node(node))
 
 
+def has_hooks(t: Tensor) -> bool:
+    """Does somebody wait for this leaf's gradient?"""
+    return bool(t._backward_hooks) or bool(getattr(t, "_post_accumulate_grad_hooks", None))
+
+
+def original_of(module: Any) -> Any:
+    """The module that ``torch.compile`` made this one from, or None."""
+    return getattr(module, "_orig_mod", None)
+
+
+def version(t: Tensor) -> int:
+    """How often a tensor, or one that shares its memory, has been changed in place."""
+    return int(t._version)
+
+
 def keeps_graph() -> bool:
     """Was the backward under way asked to keep its graph?"""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
