@@ -153,7 +153,7 @@ def _place(
                 )
     else:
         for x in inner:
-            if _holds_samples(x, samples):
+            if x.numel() and _holds_samples(x, samples):
                 samples.tell(x, along(x.shape, samples.dim, samples.batch))
 
 

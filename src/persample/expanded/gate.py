@@ -134,8 +134,7 @@ class Recording:
         self, reading: Reading, receiver: Receiver, keep: bool, plain: Sequence[Tensor], tape: Tape
     ) -> tuple[Tensor | None, ...]:
         """One backward; raises before anything is run if the reading is wrong."""
-        if reading.doubtful:
-            self.samples.settle(tape)
+        self.samples.settle(tape)
         if self.follow:
             tensors = [*self.leaves.values(), *self.inputs]
             self.samples.verify(plan(reading.roots, tensors, data=tape.data), reading, follow=True)

@@ -52,7 +52,6 @@ class Reading:
 
     roots: Roots
     promised: Sequence[bool]  # of every root
-    doubtful: bool  # is there another?
     likely: bool  # is every batch where it would be expected? Then what contradicts it are the samples, not the reading
 
 
@@ -109,10 +108,10 @@ class Samples:
         return exact + folded
 
     def _promised(self, shape: Shape, layout: Layout) -> bool:
-        dim = min(self.dim, len(shape) - 1)
-        if not shape or shape[dim] != self.batch or (self.dim == 1 and shape == (self.batch, self.batch)):
-            return False  # where time comes first, a matrix of B x B may be either
-        return layout == along(shape, dim, self.batch)
+        fits = [d for d, n in enumerate(shape) if n == self.batch and d <= self.dim]
+        if self.dim == 1 and len(shape) <= 2:  # where time comes first, a matrix may have none, and is B x C
+            return len(fits) == 1 and layout == along(shape, fits[0], self.batch)
+        return self.dim in fits and layout == along(shape, self.dim, self.batch)
 
     def readings(self, outputs: Sequence[Tensor], grads: Sequence[Tensor], tape: Tape) -> Iterator[Iterator[Reading]]:
         """Every way to start a backward, the likeliest first: from the results, or from below those without a batch.
@@ -140,7 +139,6 @@ class Samples:
     def _read(self, tops: Sequence[tuple[Slot, Tensor]], cut: dict[Slot, list[Layout]]) -> Iterator[Reading]:
         """All readings of one set of tensors."""
         starts = self._cotangents(tops, cut)
-        doubtful = any(len(choices) > 1 for _, _, choices in starts) or any(slot not in dict(tops) for slot in cut)
         slots, grads = [slot for slot, _, _ in starts], [g for _, g, _ in starts]
         for layouts in islice(product(*[choices for _, _, choices in starts]), _TRIES):
             places = list(zip(slots, layouts, [tuple(g.shape) for g in grads], strict=True))
@@ -151,7 +149,7 @@ class Samples:
                 for (slot, _, shape), u, r in zip(places, usual, returned, strict=True)
             ]
             roots = Roots(slots, layouts, self.batch, grads)
-            yield Reading(roots, promised, doubtful or not all(promised), all(usual) or all(returned))
+            yield Reading(roots, promised, all(usual) or all(returned))
 
     def _is_state(self, choices: Sequence[Layout], shape: Shape) -> bool:
         """May this be a recurrent state, (layers, B, features)?"""
@@ -207,7 +205,7 @@ class Samples:
         )
 
     def settle(self, tape: Tape) -> None:
-        """Find out what was left until it matters: from inputs that nodes have saved, and from data run again."""
+        """Find out what was left until now: from inputs that nodes have saved, and from data run again."""
         if self.data is None:
             return
         for node in tape.order:
