@@ -106,6 +106,7 @@ class Recording:
         """The engine's work, for the first reading of the outputs that agrees with what is known inside."""
         tape = self.tape or walk([slot_of(y)[0] for y in outputs], [*self.leaves.values(), *self.inputs])
         tape.data = {slot_of(x)[0] for x in self.inputs}
+        self.samples.settle(tape)
         try:
             unlikely: InteractionError | None = None
             for readings in self.samples.readings(outputs, cotangents, tape):
@@ -134,7 +135,6 @@ class Recording:
         self, reading: Reading, receiver: Receiver, keep: bool, plain: Sequence[Tensor], tape: Tape
     ) -> tuple[Tensor | None, ...]:
         """One backward; raises before anything is run if the reading is wrong."""
-        self.samples.settle(tape)
         if self.follow:
             tensors = [*self.leaves.values(), *self.inputs]
             self.samples.verify(plan(reading.roots, tensors, data=tape.data), reading, follow=True)

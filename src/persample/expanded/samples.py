@@ -205,9 +205,15 @@ class Samples:
         )
 
     def settle(self, tape: Tape) -> None:
-        """Find out what was left until now: from inputs that nodes have saved, and from data run again."""
-        if self.data is None:
-            return
+        """Find out what was left until now: from data run again, or else from inputs that nodes have saved."""
+        if self.data is not None:
+            self.known.update(self.data.found(self.choices, self.known))
+            self.data = None
+            if not self.known:
+                self.known.update(self._saved(tape))
+
+    def _saved(self, tape: Tape) -> Iterator[tuple[Slot, Layout]]:
+        """Results of ops that were given an input of the call, though no function of weights was seen to be."""
         for node in tape.order:
             name, rows = _SAVED_DATA.get(op_name(node), ("", 0))
             x = tensor(node, name) if name and not in_checkpoint(node) else None
@@ -215,9 +221,8 @@ class Samples:
             if x is not None and layout is not None:
                 kept = [d if d < (rows or x.ndim) else None for d in range(x.ndim)]
                 found = carry(layout, tuple(x.shape), tape.shapes(node)[0], kept)
-                self.known.update({} if found is None else {(node, 0): found})
-        self.known.update(self.data.found(self.choices, self.known))
-        self.data = None
+                if found is not None:
+                    yield (node, 0), found
 
     def verify(self, plan: Plan, reading: Reading, follow: bool) -> None:
         """Refuse a reading that contradicts what is known inside, or that lacks evidence and needs it.
