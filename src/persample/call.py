@@ -121,8 +121,13 @@ class PerSampleCall:
             batch,
             self._dim,
             self._loss_reduction,
+            1 if self._reductions is None else self._scale(batch),  # stacks are scaled as they are written
             lambda: self._receive(params, batch),
         )
+
+    def _scale(self, batch: int) -> int:
+        """What the user's loss was divided by."""
+        return batch if self._loss_reduction == "mean" else 1
 
     def _check_clear(self, params: Mapping[str, Tensor]) -> None:
         if self._reductions is None:
@@ -135,7 +140,7 @@ class PerSampleCall:
         """Write ``grad_sample`` during one backward, or feed the reductions."""
         self._check_clear(params)
         if self._reductions is None:
-            with _writing(params, batch) as write:
+            with _writing(params, batch, self._scale(batch)) as write:
                 yield Receiver(write)
         else:
             device = next(iter(params.values())).device
@@ -146,14 +151,15 @@ class PerSampleCall:
 
 
 @contextmanager
-def _writing(params: Mapping[str, Tensor], batch: int) -> Iterator[Callable[[str, Factor], None]]:
+def _writing(params: Mapping[str, Tensor], batch: int, scale: int) -> Iterator[Callable[[str, Factor], None]]:
     """All parameters get their ``grad_sample``, or none: zeros where the loss does not reach them."""
     stacks: dict[str, Tensor] = {}
 
     def write(name: str, factor: Factor) -> None:
         assert name not in stacks, "a parameter has one factor"
         p = params[name]
-        stacks[name] = factor.stack(torch.empty((batch, *p.shape), dtype=p.dtype, device=p.device))
+        stack = factor.stack(torch.empty((batch, *p.shape), dtype=p.dtype, device=p.device))
+        stacks[name] = stack if scale == 1 else stack.mul_(scale)
 
     yield write
     for name, p in params.items():

@@ -15,7 +15,7 @@ from ..factors import Factor
 from ..graph.roots import slot_of
 from ..graph.tape import leading_to
 from .gate import Receiver, Recording, attach
-from .inputs import StandIns
+from .inputs import StandIns, holds_batch
 from .registry import Shipped, name_of
 from .samples import Samples, along
 from .trees import leaves, tree_map
@@ -36,7 +36,7 @@ def call_alone(
     data = [t for t in leaves((args, kwargs)) if isinstance(t, Tensor) and not isinstance(t, cls)]
     samples = _samples(func, rule, data, weights)
     if samples is None or not torch.is_grad_enabled():
-        args, kwargs = tree_map(lambda leaf: leaf.leaf if isinstance(leaf, cls) else leaf, (args, kwargs))
+        args, kwargs = cls.unwrap((args, kwargs))
         result = func(*args, **kwargs)
         return tree_map(lambda leaf: _computed(cls, leaf, weights), result)
     if _writes(func):
@@ -68,7 +68,6 @@ def call_alone(
         inputs=inner,
         outputs=outputs,
         samples=samples,
-        scale=weights[0].batch_size if weights[0].loss_reduction == "mean" else 1,
         receive=_Writer(bases).open,
         working=[base.working for base in bases],
         follow=follow,
@@ -97,8 +96,7 @@ def _computed(cls: type[ExpandedWeight], leaf: Any, weights: Sequence[ExpandedWe
 
 
 def _holds_samples(t: Tensor, samples: Samples) -> bool:
-    floating = t.is_floating_point() or t.is_complex()
-    return floating and t.ndim > samples.dim and t.shape[samples.dim] == samples.batch
+    return (t.is_floating_point() or t.is_complex()) and holds_batch(t, samples.batch, samples.dim)
 
 
 def _samples(
@@ -182,11 +180,9 @@ class _Writer:
 def add_grad_sample(weight: ExpandedWeight, factor: Factor) -> None:
     """Write a factor out, or add it to what earlier uses have written; missing samples are the last ones."""
     orig, count = weight.orig_weight, weight.batch_size
-    stack = (
-        orig.detach().new_zeros(count, *orig.shape)
-        if factor.batch < count
-        else torch.empty_like(orig.expand(count, *orig.shape))
-    )
+    stack = orig.detach().new_zeros(count, *orig.shape)
     factor.stack(stack[: factor.batch])
+    if weight.scale != 1:
+        stack *= weight.scale
     before = getattr(orig, "grad_sample", None)
     orig.grad_sample = stack if before is None else before + stack  # type: ignore[attr-defined]

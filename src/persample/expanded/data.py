@@ -118,7 +118,7 @@ class Followed(TorchFunctionMode):
     def _without_data(self, leaf: Any) -> Any:
         if id(leaf) in self._numbers and isinstance(leaf, Tensor):
             return _Made(self._numbers[id(leaf)])
-        return leaf.leaf if isinstance(leaf, ExpandedWeight) else leaf
+        return ExpandedWeight.unwrap(leaf)
 
     def found(self, choices: Callable[[Shape], Sequence[Layout]], known: Collection[Slot]) -> dict[Slot, Layout]:
         """Results of data and weights that are not known yet, with the layout that running them again shows."""

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from .alone import call_alone
 from .registry import HANDLED, Shipped, name_of
-from .trees import leaves, tree_map
+from .trees import leaves
 
 if TYPE_CHECKING:
     from .weight import ExpandedWeight
-
-
-def _plain(cls: type[ExpandedWeight], leaf: Any) -> Any:
-    return leaf.leaf if isinstance(leaf, cls) else leaf
 
 
 def dispatch(
@@ -43,8 +38,7 @@ def dispatch(
     samples = weights[0].samples
     if samples is None:
         return call_alone(cls, func, args, kwargs, rule, weights)
-    args = tuple(a.leaf if isinstance(a, cls) else tree_map(partial(_plain, cls), a) for a in args)
-    kwargs = {name: tree_map(partial(_plain, cls), a) for name, a in kwargs.items()}
+    args, kwargs = cls.unwrap((args, kwargs))
     result = func(*args, **kwargs)
     if rule is not None and rule.inside is not None:
         rule.inside((args, kwargs), result, samples)

@@ -57,9 +57,9 @@ class Recording:
     inputs: Sequence[Tensor]  # in place of the inputs that want gradients
     outputs: Sequence[Tensor]  # with the graph apart
     samples: Samples
-    scale: int  # what the user's loss was divided by
     receive: Callable[[], AbstractContextManager[Receiver]]
     working: Sequence[Flag]
+    scale: int = 1  # of the weights' gradients, to undo what the user's loss was divided by
     tape: Tape | None = None  # from the outputs to the weights, if it has been walked
     follow: bool = False  # are samples known in the inputs alone?
     shared: bool = False  # is part of the graph other calls' too?
@@ -175,7 +175,7 @@ class Recording:
         for (name, (leaf, _)), g in zip(slots.items(), grads, strict=False):
             terms = given[leaf]
             if g is not None:
-                terms.append(Dense((g if g.layout == torch.strided else g.to_dense()).detach().unsqueeze(0)))
+                terms.append(Dense.of_one(g))
             if terms:
                 receiver.sink(name, combine(terms))
         return grads[len(slots) :]

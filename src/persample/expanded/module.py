@@ -27,6 +27,7 @@ def record_call(
     batch: int,
     dim: int,
     loss_reduction: str,
+    scale: int,
     receive: Callable[[], AbstractContextManager[Receiver]],
 ) -> Any:
     """What the module returns. A backward through it opens ``receive``, and gives it the factors of ``params``."""
@@ -50,7 +51,7 @@ def record_call(
         inputs=[leaf for _, leaf in stand_ins.pairs()],
         outputs=outputs,
         samples=samples,
-        scale=batch if loss_reduction == "mean" else 1,
+        scale=scale,
         receive=receive,
         working=[weight.working for weight in weights.values()],
     )

@@ -84,7 +84,7 @@ def unpack_expanded_weight_or_tensor(maybe_expanded_weight: Any, func: Callable[
 
 def maybe_scale_by_batch_size(grad_sample: Tensor, expanded_weight: ExpandedWeight) -> Tensor:
     """Undo the division of a mean loss."""
-    return grad_sample * expanded_weight.batch_size if expanded_weight.loss_reduction == "mean" else grad_sample
+    return grad_sample if expanded_weight.scale == 1 else grad_sample * expanded_weight.scale
 
 
 def set_grad_sample_if_exists(maybe_expanded_weight: Any, per_sample_grad_fn: Callable[[Tensor], Tensor]) -> None:
@@ -93,8 +93,7 @@ def set_grad_sample_if_exists(maybe_expanded_weight: Any, per_sample_grad_fn: Ca
     if isinstance(maybe_expanded_weight, ExpandedWeight):
         weight, value = maybe_expanded_weight, per_sample_grad_fn(unpacked)
         check_shape("a rule", weight, tuple(value.shape))
-        alone = weight.samples is None
-        hand_over(weight, Dense(maybe_scale_by_batch_size(value, weight) if alone else value))
+        hand_over(weight, Dense(value))
 
 
 def check_shape(what: str, weight: ExpandedWeight, shape: tuple[int, ...]) -> None:

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..factors import Dense, Factor
+from ..factors import Factor
 from ..graph.custom import teach
 from .listening import listen, stays
-from .porting import check_data, check_shape, hand_over, maybe_scale_by_batch_size, standard_kwargs
+from .porting import check_data, check_shape, hand_over, standard_kwargs
 from .registry import enter
 from .weight import ExpandedWeight
 
@@ -126,7 +126,6 @@ def _take(rule: type[Rule], value: Any, weight: ExpandedWeight | None, wanted: b
             )
     elif isinstance(value, Factor):
         check_shape(rule.__name__, weight, (value.batch, *value.shape))
-        scale = maybe_scale_by_batch_size(torch.ones(()), weight) if weight.samples is None else 1
-        hand_over(weight, value if scale == 1 else Dense(value.stack() * scale))
+        hand_over(weight, value)
     elif value is not None:
         raise RuntimeError(f"{rule.__name__}.backward returned a {type(value).__name__} for a weight, not a Factor")

@@ -13,6 +13,7 @@ from .dispatch import dispatch
 from .gate import Flag
 from .registry import HANDLED
 from .samples import Samples
+from .trees import tree_map
 
 
 class ExpandedWeight(Tensor):
@@ -92,6 +93,16 @@ class ExpandedWeight(Tensor):
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         return dispatch(cls, func, tuple(args), kwargs or {})
+
+    @property
+    def scale(self) -> int:
+        """What the user's loss was divided by."""
+        return self.batch_size if self.loss_reduction == "mean" else 1
+
+    @classmethod
+    def unwrap(cls, tree: Any) -> Any:
+        """Arguments with the leaf in place of every weight."""
+        return tree_map(lambda leaf: leaf.leaf if isinstance(leaf, cls) else leaf, tree)
 
     @property
     def bases(self) -> tuple[ExpandedWeight, ...]:

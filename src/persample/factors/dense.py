@@ -20,6 +20,12 @@ class Dense(Factor):
     def __init__(self, value: Tensor) -> None:
         self.value = value
 
+    @classmethod
+    def of_one(cls, gradient: Tensor) -> Dense:
+        """The gradient of a batch of one sample."""
+        dense = gradient if gradient.layout == torch.strided else gradient.to_dense()
+        return cls(dense.detach().unsqueeze(0))
+
     @property
     def batch(self) -> int:
         return len(self.value)

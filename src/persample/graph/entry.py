@@ -105,7 +105,7 @@ def _one_sample(roots: Roots, params: Mapping[str, Tensor], sink: Sink, retain_g
     grads = roots.backward([slot_of(p) for p in params.values()], retain_graph=retain_graph)
     for name, g in zip(params, grads, strict=True):
         if g is not None:
-            sink(name, Dense((g if g.layout == torch.strided else g.to_dense()).detach().unsqueeze(0)))
+            sink(name, Dense.of_one(g))
 
 
 def check_reached(tape: Tape, params: Mapping[str, Tensor]) -> None:
