@@ -14,7 +14,7 @@ from .expanded.gate import Receiver
 from .expanded.inputs import batch_of
 from .expanded.module import record_call
 from .factors import Factor
-from .graph.saved import original_of
+from .graph.saved import has_late_hooks, original_of
 from .params import named
 from .reduce import check_reductions, start
 from .reductions import Reduction
@@ -113,6 +113,7 @@ class PerSampleCall:
             return self.module(*args, **kwargs)
         batch = batch_of((args, kwargs), self._batch_size, self._dim)
         self._check_clear(params)
+        _refuse_late_hooks(params)
         _refuse_batch_norms(self.module)
         return record_call(
             self.module,
@@ -173,6 +174,15 @@ def _check_clear(params: Iterable[tuple[str, Tensor]]) -> None:
             raise RuntimeError(
                 f"parameter {name!r} still holds a grad_sample, to which other samples' gradients would be added: "
                 f"set it to None first, or call once on all samples"
+            )
+
+
+def _refuse_late_hooks(params: Mapping[str, Tensor]) -> None:
+    for name, p in params.items():
+        if has_late_hooks(p):
+            raise RuntimeError(
+                f"parameter {name!r} has hooks (register_post_accumulate_grad_hook), which would be called without a "
+                f"gradient: remove them, or use ps.backward, which accumulates one"
             )
 
 

@@ -56,9 +56,8 @@ def _refuse_hooks(p: Tensor, name: str) -> None:
     """A tensor hook would change the gradient of the sum, which is never computed here."""
     if has_hooks(p):
         raise ValueError(
-            f"parameter {name!r} has hooks (register_hook, register_post_accumulate_grad_hook), which see only "
-            f"gradients summed over the batch and would be passed over: remove them, or apply the same function to the "
-            f"per-sample gradients"
+            f"parameter {name!r} has hooks (register_hook), which see only gradients summed over the batch and would "
+            f"be passed over: remove them, or apply the same function to the per-sample gradients"
         )
 
 

@@ -133,7 +133,7 @@ class TestRefusals:
     def test_hooks_that_would_see_no_gradient(self) -> None:
         module = nn.Linear(3, 2)
         module.weight.register_post_accumulate_grad_hook(lambda p: None)
-        with pytest.raises(ValueError, match="hooks"):
+        with pytest.raises(RuntimeError, match="hooks"):
             call_for_per_sample_grads(module)(torch.ones(B, 3))
 
     def test_data_parallel(self) -> None:

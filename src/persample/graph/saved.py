@@ -61,8 +61,13 @@ def will_run(node: Node) -> bool:
 
 
 def has_hooks(t: Tensor) -> bool:
-    """Does somebody wait for this leaf's gradient?"""
-    return bool(t._backward_hooks) or bool(getattr(t, "_post_accumulate_grad_hooks", None))
+    """Would somebody change or see this leaf's gradient (register_hook)?"""
+    return bool(t._backward_hooks)
+
+
+def has_late_hooks(t: Tensor) -> bool:
+    """Does somebody wait for this leaf's gradient to have been added (register_post_accumulate_grad_hook)?"""
+    return bool(getattr(t, "_post_accumulate_grad_hooks", None))
 
 
 def original_of(module: Any) -> Any:
