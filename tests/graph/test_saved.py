@@ -288,3 +288,55 @@ def _assert_saved(node: Node, name: str, want: Any) -> None:
         found = saved.value(node, name)
         assert type(found) is type(want), name
         assert found == want, name
+
+
+class TestBackwardUnderWay:
+    """What a node may ask of the backward that runs it."""
+
+    class Asks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w, told):  # type: ignore[no-untyped-def]
+            ctx.told = told
+            return x * w
+
+        @staticmethod
+        def backward(ctx, g):  # type: ignore[no-untyped-def]
+            ctx.told.update(keeps=saved.keeps_graph(), runs=[saved.will_run(n) for n, _ in ctx.next_functions])
+            return g, g, None
+
+    @pytest.mark.parametrize("keep", [False, True])
+    def test_whether_its_graph_is_kept(self, keep: bool) -> None:
+        x, w, told = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True), {}
+        self.Asks.apply(x, w, told).sum().backward(retain_graph=keep)
+        assert told == {"keeps": keep, "runs": [True, True]}
+
+    def test_which_nodes_it_comes_to(self) -> None:
+        x, w, told = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True), {}
+        torch.autograd.grad(self.Asks.apply(x * 2, w * 2, told).sum(), x)  # PyTorch does not answer for leaves here
+        assert told["runs"] == [True, False]
+
+    def test_the_function_of_a_node(self) -> None:
+        out = self.Asks.apply(torch.ones(3, requires_grad=True), torch.ones(3), {})
+        assert saved.function_of(out.grad_fn) is self.Asks
+
+
+def test_versions_are_shared_by_views_and_detached_tensors() -> None:
+    t = torch.ones(3)
+    before = saved.version(t)
+    t.detach()[0] = 2
+    assert saved.version(t) == before + 1
+
+
+def test_late_hooks_of_a_parameter_are_seen() -> None:
+    p = torch.nn.Parameter(torch.ones(3))
+    assert not saved.has_late_hooks(p)
+    handle = p.register_post_accumulate_grad_hook(lambda p: None)
+    assert saved.has_late_hooks(p)
+    handle.remove()
+    assert not saved.has_late_hooks(p)
+
+
+def test_a_compiled_module_shows_its_original() -> None:
+    module = torch.nn.Linear(2, 2)
+    assert saved.original_of(module) is None
+    assert saved.original_of(torch.compile(module)) is module
