@@ -18,7 +18,7 @@ from .names import POINTWISE, READS
 from .probe import probe_node, probe_slots
 from .roots import Roots
 from .saved import constants, in_checkpoint, is_custom
-from .site import Fate, Flow, Site, weights_only
+from .site import Fate, Flow, Site, Sites, weights_only
 from .tape import Slot, Tape, is_leaf, op_name
 
 _BY_SHAPE = POINTWISE | {"View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "T"}
@@ -34,7 +34,7 @@ class Map:
     """
 
     batch: int
-    sites: dict[Node, Site] = field(default_factory=dict)
+    sites: Sites
     cotangents: dict[Slot, Layout | Flow] = field(default_factory=dict)
     flows: dict[tuple[Node, int], Fate] = field(default_factory=dict)  # outputs of separable nodes
     batched: set[Node] = field(default_factory=set)
@@ -60,7 +60,7 @@ class _Assignment:
 
     def __init__(self, tape: Tape, roots: Roots) -> None:
         self.tape, self.roots = tape, roots
-        self.map = Map(roots.batch)
+        self.map = Map(roots.batch, Sites(tape))
         self.forced: dict[Slot, Fate] | None = None  # what a real backward showed below custom nodes
         self.settled: dict[Slot, Fate] = {}  # cotangents of which a real backward showed the whole sum
 
@@ -70,37 +70,40 @@ class _Assignment:
                 self._merge(slot, layout)
         cotangents, batched = self.map.cotangents, self.map.batched
         for node in self.tape.order:
-            site = self.map.sites[node] = Site(self.tape, node)
-            states = [cotangents.get((node, nr)) for nr in range(len(site.shapes))]
-            if len(states) == 1 and type(states[0]) is Block and self._flow_by_shape(site, states[0]):
+            shapes = self.tape.shapes(node)
+            states = [cotangents.get((node, nr)) for nr in range(len(shapes))]
+            if len(states) == 1 and type(states[0]) is Block and self._flow_by_shape(node, shapes[0], states[0]):
                 continue
             if any(isinstance(state, Flow) for state in states):
                 batched.add(node)
-                for _, slot in site.outputs:
-                    cotangents[slot] = Flow.SHARED
+                cotangents.update((slot, Flow.SHARED) for slot in self.tape.edges[node] if slot is not None)
             elif not is_leaf(node) and any(
-                state is not None and 0 not in shape for state, shape in zip(states, site.shapes, strict=True)
+                state is not None and 0 not in shape for state, shape in zip(states, shapes, strict=True)
             ):  # a cotangent without elements carries nothing
-                self._flow(site, states)  # type: ignore[arg-type]
+                self._flow(self.map.sites[node], states)  # type: ignore[arg-type]
         return self.map
 
-    def _flow_by_shape(self, site: Site, layout: Block) -> bool:
+    def _flow_by_shape(self, node: Node, shape: Shape, layout: Block) -> bool:
         """The common case, remembered: ops whose flow depends on shapes alone; False if this is not one."""
-        if site.name not in _BY_SHAPE or is_custom(site.node) or 0 in site.shapes[0]:
+        name = op_name(node)
+        if name not in _BY_SHAPE or is_custom(node) or 0 in shape:
             return False
-        for k, slot in site.outputs:
-            key = (site.name, site.shapes[0], layout, self.tape.shape(slot))
+        flows, cotangents = self.map.flows, self.map.cotangents
+        for k, slot in enumerate(self.tape.edges[node]):
+            if slot is None:
+                continue
+            key = (name, shape, layout, self.tape.shape(slot))
             fate = _FATES.get(key)
             if fate is None:
-                found = self._by_rule(site, k, [layout])
+                found = self._by_rule(self.map.sites[node], k, [layout])
                 if found is None or found is Flow.PROBE or isinstance(found, Labels):
                     return False
                 fate = _FATES[key] = found
-            self.map.flows[site.node, k] = fate
-            if slot in self.map.cotangents:
+            flows[node, k] = fate
+            if slot in cotangents or slot in self.settled:
                 self._merge(slot, fate)
-            elif slot not in self.settled:
-                self.map.cotangents[slot] = fate
+            else:
+                cotangents[slot] = fate
         return True
 
     def _flow(self, site: Site, layouts: Sequence[Layout | None]) -> None:

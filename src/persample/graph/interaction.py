@@ -25,26 +25,27 @@ _BATCH_NORMS = frozenset(BATCH_NORMS.split())
 def interactions(tape: Tape, map: Map) -> list[str]:
     """The ops in which samples are seen to meet, nearest to the losses first."""
     found = dict.fromkeys(_batch_statistics(tape, map) + _crossed_rows(tape, map))
-    if map.batched:
-        partly = _partly_separable(map)
-        trails: dict[Node, dict[str, None]] = {}  # ops by which inseparable cotangents came to a batched node
-        told: set[Node] = set()  # below an interaction that is already in the list
-        for node in tape.order:
-            site, trail = map.sites[node], trails.get(node, {})
-            if (
-                node in map.batched
-                and not is_leaf(node)
-                and node not in told
-                and _meets(tape, map, node, node in partly)
-            ):
-                found.update(trail)
-                told.add(node)
-            step = {} if site.name in WEIGHT_VIEWS else {site.name: None}
-            for _, (below, _) in site.outputs:
-                if below in map.batched:
-                    trails.setdefault(below, {}).update({**trail, **step} if node in map.batched else {site.name: None})
-                    told.update([below] if node in told else [])
-    return list(found)
+    partly = _partly_separable(tape, map)
+    meeting = {n for n in map.batched if not is_leaf(n) and _meets(tape, map, n, n in partly)}
+    return list(found | _trails(tape, map, meeting)) if meeting else list(found)
+
+
+def _trails(tape: Tape, map: Map, meeting: set[Node]) -> dict[str, None]:
+    """The ops by which inseparable cotangents came to these nodes, without those below others of them."""
+    found: dict[str, None] = {}
+    trails: dict[Node, dict[str, None]] = {}  # the same for every batched node
+    told: set[Node] = set()
+    for node in tape.order:
+        name, trail = op_name(node), trails.get(node, {})
+        if node in meeting and node not in told:
+            found.update(trail)
+            told.add(node)
+        step = {} if name in WEIGHT_VIEWS else {name: None}
+        for slot in tape.edges[node]:
+            if slot is not None and slot[0] in map.batched:
+                trails.setdefault(slot[0], {}).update({**trail, **step} if node in map.batched else {name: None})
+                told.update([slot[0]] if node in told else [])
+    return found
 
 
 def _meets(tape: Tape, map: Map, node: Node, partly: bool) -> bool:
@@ -59,8 +60,10 @@ def _batch_statistics(tape: Tape, map: Map) -> list[str]:
     """Batch norms that average over samples: seen even where nothing trainable lies below."""
     found = []
     for node in tape.order:
+        if op_name(node) not in _BATCH_NORMS:
+            continue
         site = map.sites[node]
-        if site.name in _BATCH_NORMS and normalises_batch(site) and node not in map.batched:
+        if normalises_batch(site) and node not in map.batched:
             layout = map.cotangents.get((node, 0))
             if layout is not None and not isinstance(layout, Flow) and 1 not in sample_dims(layout, site.shapes[0]):
                 found.append(site.name)
@@ -70,9 +73,9 @@ def _batch_statistics(tape: Tape, map: Map) -> list[str]:
 def _crossed_rows(tape: Tape, map: Map) -> list[str]:
     """Ops that take the elements of one row from several samples (a sort along the batch, feature by feature)."""
     found = []
-    for node in tape.order:
+    for node in [n for n in tape.order if n in map.probed] if map.probed else ():
         site = map.sites[node]
-        for k, _ in site.outputs if node in map.probed else ():
+        for k, _ in site.outputs:
             fate, before = map.flows[node, k], map.cotangents.get((node, 0))
             if isinstance(fate, Labels) and isinstance(before, Layout) and site.shapes[0] == site.target(k):
                 spread = len(sample_dims(fate, site.target(k))) > len(sample_dims(before, site.shapes[0]))
@@ -80,16 +83,14 @@ def _crossed_rows(tape: Tape, map: Map) -> list[str]:
     return found
 
 
-def _partly_separable(map: Map) -> set[Node]:
+def _partly_separable(tape: Tape, map: Map) -> set[Node]:
     """Batched nodes that got a contribution of which every element belongs to one of several samples."""
-    return {
-        slot[0]
-        for (node, k), fate in map.flows.items()
-        if isinstance(fate, Layout)
-        and (slot := map.sites[node].edges[k]) is not None
-        and slot[0] in map.batched
-        and sample_dims(fate, map.sites[node].target(k))
-    }
+    found = set()
+    for (node, k), fate in map.flows.items():
+        slot = tape.edges[node][k]
+        if slot is not None and slot[0] in map.batched and isinstance(fate, Layout):
+            found.update([slot[0]] if sample_dims(fate, tape.shape(slot)) else [])
+    return found
 
 
 def _holds_batch_data(tape: Tape, node: Node, batch: int) -> bool:

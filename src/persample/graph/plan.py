@@ -49,22 +49,24 @@ def plan(
     found = Plan(tape, assign(tape, roots))
     inner: set[Node] = set()  # nodes from which the engine goes on to something requested
     onward = leading_to([node for node, _ in roots.slots], {node for node, _ in plain}) if plain else set()
+    cotangents, batched, flows = found.map.cotangents, found.map.batched, found.map.flows
     for node in reversed(tape.order):
-        if node in found.map.batched:
+        if node in batched:
             continue
-        outputs = found.map.sites[node].outputs
-        states = [found.map.cotangents.get((node, nr)) for nr in range(len(tape.shapes(node)))]
+        going_on, crossing = node in onward, []
+        for k, slot in enumerate(tape.edges[node]):
+            if slot is not None:
+                going_on = going_on or slot[0] in inner
+                if slot[0] in batched and flows.get((node, k)) is not None:
+                    crossing.append(k)
+        states = [cotangents.get((node, nr)) for nr in range(len(tape.shapes(node)))]
         if all(state is None for state in states):  # zeros flow here, but the engine walks on all the same
-            inner.update([node] if any(slot[0] in inner for _, slot in outputs) else [])
+            inner.update([node] if going_on else [])
             continue
         if is_leaf(node):
             found.requested.append((node, 0))
             inner.add(node)
             continue
-        crossing = [
-            k for k, slot in outputs if slot[0] in found.map.batched and found.map.flows.get((node, k)) is not None
-        ]
-        going_on = node in onward or any(slot[0] in inner for _, slot in outputs)
         if crossing:
             found.frontier[node] = crossing
             if going_on:

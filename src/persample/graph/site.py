@@ -100,6 +100,18 @@ class Site:
         return weights_only(self._tape, slot[0])
 
 
+class Sites(dict[Node, Site]):
+    """The sites of a tape, made when they are asked for: most nodes are passed by shape alone."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self._tape = tape
+
+    def __missing__(self, node: Node) -> Site:
+        site = self[node] = Site(self._tape, node)
+        return site
+
+
 def weights_only(tape: Tape, node: Node) -> bool:
     """Is everything from this node down computed from weights and numbers alone?"""
     found = tape.weights.get(node)
