@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 
 import torch
@@ -94,22 +95,37 @@ def _row_sizes(layout: Layout, shape: Shape, row_dims: int) -> list[int]:
 def sum_per_sample(t: Tensor, layout: Layout, target: Shape) -> Tensor:
     """(B, *target): for every sample, its part of ``t`` summed over the dims along which ``target`` was broadcast."""
     shape = tuple(t.shape)
-    to_dims = broadcast_dims(shape, target)
-    varying = sample_dims(layout, shape)
-    reduced = [d for d in range(len(shape)) if to_dims[d] is None]
-    parts = split(layout, shape, varying[0]) if len(varying) == 1 else None
-    if parts is None or varying[0] not in reduced:
-        return _sum_labelled(t, layout, reduced, varying, target)
-    (dim,), (a, b) = varying, parts
-    if dim == 0 and a == 1 and len(reduced) == len(shape) - len(target) and shape[len(reduced) :] == target:
-        rows = prod(shape[: len(reduced)]) // layout.batch  # batch first, a parameter of the last dims: one view
-        grouped = t.reshape(layout.batch, rows, *target)
-        return grouped.squeeze(1) if rows == 1 else grouped.sum(1)
-    wide: Tensor = t.unflatten(dim, (a, layout.batch, b))
-    over = [d for d in reduced if d < dim] + [dim, dim + 2] + [d + 2 for d in reduced if d > dim]
-    over = [d for d in over if wide.shape[d] != 1]
+    route = _route(layout, shape, target) if isinstance(layout, Block) else None
+    if route is None:
+        reduced = [d for d, to in enumerate(broadcast_dims(shape, target)) if to is None]
+        return _sum_labelled(t, layout, reduced, sample_dims(layout, shape), target)
+    dim, sizes, over = route
+    if dim is None:
+        grouped = t.reshape(*sizes, *target)
+        return grouped.sum(1) if over else grouped.squeeze(1)
+    wide: Tensor = t.unflatten(dim, sizes)
     kept = wide.sum(over, keepdim=True) if over else wide
     return kept.movedim(dim + 1, 0).reshape(layout.batch, *target)
+
+
+@lru_cache(maxsize=65536)
+def _route(layout: Block, shape: Shape, target: Shape) -> tuple[int | None, Shape, Shape] | None:
+    """How samples in one dim are brought to the front: which dim is split, into what, and what is summed then.
+
+    No dim where the sample comes first and the parameter has the last dims: one view. None: not as simple as that.
+    """
+    reduced = [d for d, to in enumerate(broadcast_dims(shape, target)) if to is None]
+    varying = sample_dims(layout, shape)
+    parts = split(layout, shape, varying[0]) if len(varying) == 1 else None
+    if parts is None or varying[0] not in reduced:
+        return None
+    (dim,), (a, b) = varying, parts
+    if dim == 0 and a == 1 and len(reduced) == len(shape) - len(target) and shape[len(reduced) :] == target:
+        rows = prod(shape[: len(reduced)]) // layout.batch
+        return None, (layout.batch, rows), () if rows == 1 else (1,)
+    wide = (*shape[:dim], a, layout.batch, b, *shape[dim + 1 :])
+    over = [d for d in reduced if d < dim] + [dim, dim + 2] + [d + 2 for d in reduced if d > dim]
+    return dim, (a, layout.batch, b), tuple(d for d in over if wide[d] != 1)
 
 
 def _sum_labelled(t: Tensor, layout: Layout, reduced: Sequence[int], varying: Sequence[int], target: Shape) -> Tensor:
