@@ -24,6 +24,7 @@ from .weight import ExpandedWeight
 
 _SMALL = 1024  # elements of a constant of unknown origin, as a mean or a scale
 _MOST = 256  # functions that are noted
+_KEPT = 4096  # answers
 
 
 _Values = dict[int, Tensor]  # inputs, and what was made of them, by number
@@ -133,6 +134,8 @@ class Followed(TorchFunctionMode):
                 runs = runs or self._noise()
                 layout = self._layout(note, shape, choices(shape), *runs)
             if layout is not None:
+                if len(_FOUND) >= _KEPT:
+                    _FOUND.clear()
                 found[slot] = _FOUND[key] = layout
         return found
 

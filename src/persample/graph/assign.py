@@ -22,6 +22,7 @@ from .site import Fate, Flow, Site, Sites, weights_only
 from .tape import Slot, Tape, is_leaf, op_name
 
 _BY_SHAPE = POINTWISE | {"View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "T"}
+_MOST = 65536
 _FATES: dict[tuple[str, Shape, Block, Shape], Block | Flow] = {}  # what was found for such an op before
 
 
@@ -98,6 +99,8 @@ class _Assignment:
                 found = self._by_rule(self.map.sites[node], k, [layout])
                 if found is None or found is Flow.PROBE or isinstance(found, Labels):
                     return False
+                if len(_FATES) >= _MOST:
+                    _FATES.clear()
                 fate = _FATES[key] = found
             flows[node, k] = fate
             if slot in cotangents or slot in self.settled:
