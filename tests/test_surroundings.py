@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 import persample as ps
+from tests.modes import default_dtype
 from tests.reference import assert_same, definition
 
 Program = tuple[nn.Module, Callable[[], Tensor]]
@@ -74,16 +75,6 @@ def probed() -> Program:
 def loop() -> Program:
     net, x = nn.Linear(3, 3), torch.randn(5, 3)
     return net, lambda: torch.stack([net(one).square().sum() for one in x])
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 @contextmanager

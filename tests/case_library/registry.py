@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from tests.modes import default_dtype
 from tests.reference import Params
 
 Program: TypeAlias = tuple[Params, Callable[[], Tensor]]
@@ -70,15 +71,10 @@ def _build(made: Case, B: int) -> Program:
 @contextmanager
 def _surroundings(made: Case) -> Iterator[None]:
     """The case's default dtype and seed; PyTorch's own warnings are not what a case is about."""
-    before = torch.get_default_dtype()
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), default_dtype(made.dtype):
         warnings.simplefilter("ignore")
         torch.manual_seed(zlib.crc32(made.name.encode()))
-        torch.set_default_dtype(made.dtype)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(before)
+        yield
 
 
 def score(h: Tensor) -> Tensor:

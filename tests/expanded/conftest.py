@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.expanded.helpers import default_dtype, mlp
+from tests.expanded.helpers import mlp
 from tests.expanded.rules import registries_restored
+from tests.modes import default_dtype
 
 
 @pytest.fixture

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -42,17 +41,6 @@ def total(losses: Tensor, reduction: str = "sum") -> Tensor:
 def says(*parts: object) -> str:
     """A pattern that finds all of these, in any order."""
     return "(?s)" + "".join(f"(?=.*{re.escape(str(part))})" for part in parts)
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Tensors and modules are made in this dtype."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 class Run(nn.Module):

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.expanded.helpers import default_dtype, squares, taken, total
+from tests.expanded.helpers import squares, taken, total
+from tests.modes import default_dtype
 from tests.reference import definition
 
 OBSERVED = (2, 13)  # the torch on which the peer's behaviour was observed

@@ -9,6 +9,11 @@
 torch.Size([5, 2, 3])
 
 The other names are those that rules written for PyTorch's own expanded weights import.
+
+From a function to its factors, by the names of the files: a *weight* hands every function it meets to *dispatch*, which
+calls a registered *rule*, or runs the function in a graph kept apart: that of a whole *module*, or one for the function
+*alone*. A *gate* in the user's graph waits for the backward, finds the *samples* in the results (*places* and *data*
+tell what is known inside) and asks the graph engine, which hears registered rules by *listening*.
 """
 
 from . import places as _shipped_rules  # noqa: F401  (entered on import)

@@ -26,7 +26,6 @@ _SMALL = 1024  # elements of a constant of unknown origin, as a mean or a scale
 _MOST = 256  # functions that are noted
 _KEPT = 4096  # answers
 
-
 _Values = dict[int, Tensor]  # inputs, and what was made of them, by number
 _FOUND: dict[Any, Layout] = {}  # where functions of such shapes have left the samples before
 
@@ -45,6 +44,7 @@ class _Note:
     func: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    by_shape: bool  # do shapes alone decide where it leaves the samples, and no indices, masks or other constants?
 
 
 class Followed(TorchFunctionMode):
@@ -54,9 +54,9 @@ class Followed(TorchFunctionMode):
         super().__init__()
         self._inputs, self._batch, self._dim = inputs, batch, dim
         self._numbers: dict[int, int] = {}  # of inputs and of results that live, by id
-        self._shared: set[int] = {
-            id(t) for t in [*module.parameters(), *module.buffers()]
-        }  # by id, as long as they live
+        self._own = {id(t) for t in [*module.parameters(), *module.buffers()] if t.is_floating_point()}
+        # What does not depend on samples: the module's own tensors, and what was computed from them; by id.
+        self._shared = {id(t) for t in [*module.parameters(), *module.buffers()]}
         self._weights: set[int] = set()  # those made of trainable weights alone
         self._alive: list[weakref.ref[Tensor]] = []
         self._notes: list[_Note | None] = [None] * len(inputs)
@@ -87,7 +87,7 @@ class Followed(TorchFunctionMode):
             self._watch(result)
         else:
             args, kwargs = tree_map(self._without_data, (args, kwargs))
-            note = _Note(func, args, kwargs)
+            note = _Note(func, args, kwargs, all(self._is_usual(t) for t in tensors))
             weights = any(isinstance(t, ExpandedWeight) or (id(t) in self._shared and t.requires_grad) for t in tensors)
             if weights and result.requires_grad and result.grad_fn is not None:
                 self._layers.append((slot_of(result), tuple(result.shape), note))
@@ -116,6 +116,10 @@ class Followed(TorchFunctionMode):
         small = not t.requires_grad and t.numel() <= _SMALL
         return isinstance(t, ExpandedWeight) or id(t) in self._shared or small
 
+    def _is_usual(self, t: Tensor) -> bool:
+        """Numbers that are data or the module's own, and so the same kind of thing in every call."""
+        return self.is_weight(t) or id(t) in self._own or (id(t) in self._numbers and t.is_floating_point())
+
     def _without_data(self, leaf: Any) -> Any:
         if id(leaf) in self._numbers and isinstance(leaf, Tensor):
             return _Made(self._numbers[id(leaf)])
@@ -128,27 +132,30 @@ class Followed(TorchFunctionMode):
         for slot, shape, note in self._layers:
             if slot in known:
                 continue
-            key = (self._signature(note), self._batch, self._dim)
-            layout = _FOUND.get(key)
+            signature = self._signature(note)
+            key = (signature, shape, self._batch, self._dim)
+            layout = None if signature is None else _FOUND.get(key)
             if layout is None:
                 runs = runs or self._noise()
                 layout = self._layout(note, shape, choices(shape), *runs)
             if layout is not None:
-                if len(_FOUND) >= _KEPT:
-                    _FOUND.clear()
-                found[slot] = _FOUND[key] = layout
+                found[slot] = layout
+                if signature is not None:
+                    _FOUND[key] = layout
+        while len(_FOUND) > _KEPT:
+            _FOUND.pop(next(iter(_FOUND)))
         return found
 
-    def _signature(self, note: _Note) -> tuple[Any, ...]:
-        """Functions and shapes: the same ones leave samples in the same place."""
-
-        def describe(leaf: Any) -> Any:
+    def _signature(self, note: _Note) -> tuple[Any, ...] | None:
+        """Functions and shapes, if the same ones always leave samples in the same place."""
+        parts: list[Any] = [note.func]
+        for leaf in leaves((note.args, note.kwargs)):
             if isinstance(leaf, _Made):
                 earlier = self._notes[leaf.number]
-                return tuple(self._inputs[leaf.number].shape) if earlier is None else self._signature(earlier)
-            return tuple(leaf.shape) if isinstance(leaf, Tensor) else repr(leaf)
-
-        return note.func, *[describe(leaf) for leaf in leaves((note.args, note.kwargs))]
+                parts.append(tuple(self._inputs[leaf.number].shape) if earlier is None else self._signature(earlier))
+            else:
+                parts.append(tuple(leaf.shape) if isinstance(leaf, Tensor) else repr(leaf))
+        return tuple(parts) if note.by_shape and None not in parts else None
 
     def _noise(self) -> tuple[Tensor, _Values, _Values]:
         """Another order of the samples, and inputs of noise, as they are and in that order; integers stay data."""

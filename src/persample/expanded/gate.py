@@ -48,6 +48,17 @@ class Flag:
         self.up = False
 
 
+@dataclass(frozen=True)
+class _Backward:
+    """What the user's backward brought, and wants."""
+
+    outputs: Sequence[Tensor]  # those it came to
+    cotangents: Sequence[Tensor]
+    receiver: Receiver
+    keep: bool  # the graph
+    plain: Sequence[Tensor]  # inputs whose ordinary gradients are wanted
+
+
 @dataclass
 class Recording:
     """One call."""
@@ -87,33 +98,25 @@ class Recording:
                 return (None,) * len(self.inputs)
             if not self.samples.batch:
                 return self.input_gradients(grads, keep)
-            # The inputs' gradients are not to be scaled, and get a backward of their own where the others' are.
             run = self._one if self.samples.batch == 1 else self._several
             if self.scale == 1:
-                return run(outputs, cotangents, receiver, keep, self.inputs)
-            found = self.input_gradients(grads, keep=True)
-            run(outputs, cotangents, receiver, keep, ())
+                return run(_Backward(outputs, cotangents, receiver, keep, self.inputs))
+            found = self.input_gradients(grads, keep=True)  # which are not to be scaled
+            run(_Backward(outputs, cotangents, receiver, keep, ()))
         return found
 
-    def _several(
-        self,
-        outputs: Sequence[Tensor],
-        cotangents: Sequence[Tensor],
-        receiver: Receiver,
-        keep: bool,
-        plain: Sequence[Tensor],
-    ) -> tuple[Tensor | None, ...]:
+    def _several(self, asked: _Backward) -> tuple[Tensor | None, ...]:
         """The engine's work, for the first reading of the outputs that agrees with what is known inside."""
-        tape = self.tape or walk([slot_of(y)[0] for y in outputs], [*self.leaves.values(), *self.inputs])
+        tape = self.tape or walk([slot_of(y)[0] for y in asked.outputs], [*self.leaves.values(), *self.inputs])
         tape.data = {slot_of(x)[0] for x in self.inputs}
         self.samples.settle(tape)
         try:
             unlikely: InteractionError | None = None
-            for readings in self.samples.readings(outputs, cotangents, tape):
+            for readings in self.samples.readings(asked.outputs, asked.cotangents, tape):
                 meeting: InteractionError | None = None
                 for reading in readings:
                     try:
-                        return self._capture(reading, receiver, keep, plain, tape)
+                        return self._capture(reading, asked, tape)
                     except Disagreement:
                         continue
                     except InteractionError as error:
@@ -127,13 +130,11 @@ class Recording:
             raise self._interaction(unlikely)
         raise UnknownBatch(
             f"cannot tell the samples apart in what {self.what} returned, of shapes "
-            f"{[tuple(y.shape) for y in outputs]}: expected dim {self.samples.dim} to be the batch of "
+            f"{[tuple(y.shape) for y in asked.outputs]}: expected dim {self.samples.dim} to be the batch of "
             f"{self.samples.batch}, as it is in the inputs"
         )
 
-    def _capture(
-        self, reading: Reading, receiver: Receiver, keep: bool, plain: Sequence[Tensor], tape: Tape
-    ) -> tuple[Tensor | None, ...]:
+    def _capture(self, reading: Reading, asked: _Backward, tape: Tape) -> tuple[Tensor | None, ...]:
         """One backward; raises before anything is run if the reading is wrong."""
         if self.follow:
             tensors = [*self.leaves.values(), *self.inputs]
@@ -142,13 +143,13 @@ class Recording:
         return capture_from(
             reading.roots,
             self.leaves,
-            receiver.sink,
-            retain_graph=keep,
+            asked.receiver.sink,
+            retain_graph=asked.keep,
             independent=True,
             trust_unseen=True,
-            tell_bytes=receiver.tell_bytes,
+            tell_bytes=asked.receiver.tell_bytes,
             verify=None if self.follow else verify,
-            plain=[slot_of(x) for x in plain],
+            plain=[slot_of(x) for x in asked.plain],
             tape=self.tape if set(reading.roots.slots) == {slot_of(y) for y in self.outputs} else None,
         )
 
@@ -159,25 +160,18 @@ class Recording:
             f"model.eval()), or ps.grad, which gives the exact Jacobian rows"
         )
 
-    def _one(
-        self,
-        outputs: Sequence[Tensor],
-        cotangents: Sequence[Tensor],
-        receiver: Receiver,
-        keep: bool,
-        plain: Sequence[Tensor],
-    ) -> tuple[Tensor | None, ...]:
+    def _one(self, asked: _Backward) -> tuple[Tensor | None, ...]:
         """One sample: an ordinary backward."""
         slots = {name: slot_of(leaf) for name, leaf in self.leaves.items()}
-        roots = Roots([slot_of(y) for y in outputs], [], 1, cotangents)
+        roots = Roots([slot_of(y) for y in asked.outputs], [], 1, asked.cotangents)
         with contributions([node for node, _ in slots.values()]) as given:
-            grads = roots.backward([*slots.values(), *[slot_of(x) for x in plain]], retain_graph=keep)
+            grads = roots.backward([*slots.values(), *[slot_of(x) for x in asked.plain]], retain_graph=asked.keep)
         for (name, (leaf, _)), g in zip(slots.items(), grads, strict=False):
             terms = given[leaf]
             if g is not None:
                 terms.append(Dense.of_one(g))
             if terms:
-                receiver.sink(name, combine(terms))
+                asked.receiver.sink(name, combine(terms))
         return grads[len(slots) :]
 
 

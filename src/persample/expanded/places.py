@@ -119,8 +119,6 @@ def _keeps(kept: Callable[[int], Sequence[int | None]]) -> Place:
 
     def place(arguments: Arguments, result: Any, samples: Samples) -> None:
         x = _first(arguments)
-        if not isinstance(x, Tensor) or (x.requires_grad and not samples.inputs):
-            return
         layout = samples.of_input(x)
         found = None if layout is None else carry(layout, tuple(x.shape), tuple(result.shape), kept(x.ndim))
         if found is not None:

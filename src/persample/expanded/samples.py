@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 from torch.nn.utils.rnn import PackedSequence
 
+from .._errors import UnsupportedError
 from ..graph.layout import Block, Labels, Layout, Shape, carry, join, strides
 from ..graph.plan import Plan
 from ..graph.roots import Roots, slot_of
@@ -31,7 +32,7 @@ _TRIES = 64  # readings of one set of tensors
 _Start = tuple[Slot, Tensor, list[Layout]]  # a place to start from, its cotangent, and where its samples may lie
 
 
-class UnknownBatch(RuntimeError):
+class UnknownBatch(UnsupportedError):
     """The samples cannot be told apart in what a call returned."""
 
 
