@@ -9,11 +9,11 @@ gradients; only fused LSTM nodes, which compute all or nothing, still make them 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
-from torch.utils.hooks import RemovableHandle
 
 from ..factors import Dense, Factor, Masked, combine
 from . import saved
@@ -45,9 +45,9 @@ class Capture:
         for name, p in params.items():
             self.names.setdefault(id(p), []).append(name)
         self.terms: dict[Slot, list[Factor]] = {}
-        self.waiting = _contributions(plan)
+        self.waiting = dict(plan.waiting)  # contributions to batched nodes that are still to come
         self.done: set[Node] = set()  # shared tensors whose factors have gone on
-        self.pending = dict.fromkeys(plan.frontier)  # frontier nodes whose cotangents have not come yet
+        self.pending = dict(plan.frontier)  # frontier nodes whose cotangents have not come yet
         self.terminal = {node for node, _ in plan.requested if not is_leaf(node)}
         self.slow: dict[tuple[str, str], str] = {}  # op and parameter -> what to warn of
         self.slow_below: dict[tuple[str, str], str] = {}  # the same, for batched nodes
@@ -55,20 +55,18 @@ class Capture:
 
     def run(self, retain_graph: bool) -> None:
         """Run the backward; the sink has got every factor when it returns."""
-        handles = [self._hook(node) for node in self.plan.hooked]
+        handles = [node.register_prehook(partial(self._consume, node)) for node in self.plan.hooked]
         try:
             cotangents = self._backward(retain_graph)
         finally:
             for handle in handles:
                 handle.remove()
-        left = [node for node in self.tape.order if node in self.pending or node in self.map.batched]
-        if any(saved.in_checkpoint(node) for node in left if not is_leaf(node)):
-            saved.in_own_task(lambda: self._finish(cotangents))  # one recomputation of each region for all of them
-        else:
-            self._finish(cotangents)
-
-    def _hook(self, node: Node) -> RemovableHandle:
-        return node.register_prehook(lambda grads: self._consume(node, grads))
+        left = [*self.pending, *[node for node in self.map.batched if node not in self.done and not is_leaf(node)]]
+        with torch.no_grad():
+            if any(saved.in_checkpoint(node) for node in left):
+                saved.in_own_task(lambda: self._finish(cotangents))  # one recomputation of each region for all of them
+            else:
+                self._finish(cotangents)
 
     def _backward(self, retain_graph: bool) -> dict[Slot, Tensor]:
         requested = self.plan.requested
@@ -76,7 +74,7 @@ class Capture:
             return {}
         grads = self.roots.backward([*requested, *self.plain], retain_graph=retain_graph)
         self.gradients = grads[len(requested) :]
-        return {slot: g.detach() for slot, g in zip(requested, grads, strict=False) if g is not None}
+        return {slot: g for slot, g in zip(requested, grads, strict=False) if g is not None}
 
     def _take_requested(self, cotangents: dict[Slot, Tensor]) -> None:
         for slot, g in cotangents.items():
@@ -90,18 +88,21 @@ class Capture:
 
     def _consume(self, node: Node, grads: Sequence[Tensor | None]) -> None:
         """Turn a frontier node's cotangents into factors for the shared tensors it used."""
-        if node not in self.pending:
+        outputs = self.pending.pop(node, None)
+        if outputs is None:
             return
-        del self.pending[node]
-        site, outputs = self.map.sites[node], self.plan.frontier[node]
-        known = self.map.layouts(node)
-        layouts = [None if g is None else layout for g, layout in zip(grads, known, strict=True)]
-        cotangents = [None if lay is None or g is None else g.detach() for g, lay in zip(grads, layouts, strict=True)]
+        site = self.map.sites[node]
+        layouts: list[Layout | None] = [None] * len(grads)
+        cotangents: list[Tensor | None] = [None] * len(grads)
+        for nr, g in enumerate(grads):
+            layout = self.map.cotangents.get((node, nr)) if g is not None else None
+            if layout is not None:
+                assert not isinstance(layout, Flow)
+                layouts[nr], cotangents[nr] = layout, g
         found: dict[int, Factor] = {}
         if any(g is not None for g in cotangents):
             self._read_ahead(site)
-            with torch.no_grad():
-                found = self._factors(site, outputs, cotangents, layouts)
+            found = self._factors(site, outputs, cotangents, layouts)
             site.forget()
         for k in outputs:
             slot = site.edges[k]
@@ -221,8 +222,7 @@ class Capture:
             site = self.map.sites[node]
             factors = [self._take((node, nr)) for nr in range(len(site.shapes))]
             if any(f is not None for f in factors):
-                with torch.no_grad():
-                    found, slow = pull(site, factors, self.map.batch)
+                found, slow = pull(site, factors, self.map.batch)
                 for k in found if slow else ():
                     self._note(site, k, self.slow_below)
                     self.record.append((site, k, f"fallback: {self.map.batch} calls of the node"))
@@ -239,22 +239,7 @@ class Capture:
         self.done.add(leaf)
         if factor is not None:
             for name in self.names[id(self.tape.leaves[leaf])]:
-                with torch.no_grad():
-                    self.sink(name, factor)
-
-
-def _contributions(plan: Plan) -> dict[Node, int]:
-    """For every batched node, how many contributions are still to come."""
-    found = dict.fromkeys(plan.map.batched, 0)
-    for node, outputs in plan.frontier.items():
-        for k in outputs:
-            slot = plan.tape.edges[node][k]
-            assert slot is not None
-            found[slot[0]] += 1
-    for node in plan.map.batched:
-        for _, (below, _) in plan.map.sites[node].outputs:
-            found[below] += 1
-    return found
+                self.sink(name, factor)
 
 
 def _masked(value: Tensor, layout: Layout) -> Factor:

@@ -19,7 +19,9 @@ from .custom import taught
 from .interaction import interactions
 from .invoke import is_opaque
 from .plan import Plan, plan
+from .recall import outline, recall, remember
 from .roots import Roots, slot_of
+from .saved import noting
 from .tape import Slot, Tape, walk
 
 
@@ -69,10 +71,7 @@ def capture_from(
     ``verify`` is shown where the samples lie in the whole graph before anything is run, and may raise. The ordinary
     gradients at ``plain`` come back. ``tape`` is the graph, if it has been walked already.
     """
-    found = plan(roots, list(params.values()), plain, tape=tape)
-    check_reached(found.tape, params)
-    _refuse_module_hooks(found)
-    meeting = interactions(found.tape, found.map)
+    found, meeting = _planned(roots, params, plain, tape, remembered=verify is None)
     if meeting:
         _report_interaction(meeting, independent)
     elif independent and not trust_unseen:
@@ -80,7 +79,7 @@ def capture_from(
     if verify is not None:
         verify(found)
     if tell_bytes is not None:
-        tell_bytes(found.activation_bytes(roots.itemsize))
+        tell_bytes(found.activations * roots.itemsize)
     running = Capture(found, roots, params, sink, plain)
     running.run(retain_graph)
     # Where samples interact, it has been said that everything below is slow.
@@ -88,6 +87,26 @@ def capture_from(
     for message in notes.values():
         _warn(message)
     return running.gradients
+
+
+def _planned(
+    roots: Roots, params: Mapping[str, Tensor], plain: Sequence[Slot], tape: Tape | None, remembered: bool
+) -> tuple[Plan, list[str]]:
+    """What to do with this graph, and the ops in which samples meet."""
+    tensors = list(params.values())
+    seen = outline(roots, tensors) if remembered and tape is None and not plain else None
+    known = None if seen is None else recall(seen)
+    if known is not None:
+        check_reached(known.tape, params)
+        return known, []
+    with noting() as notes:
+        found = plan(roots, tensors, plain, tape=tape)
+        check_reached(found.tape, params)
+        _refuse_module_hooks(found)
+        meeting = interactions(found.tape, found.map)
+    if seen is not None and not meeting:
+        remember(seen, found, notes)
+    return found, meeting
 
 
 def capture(

@@ -7,6 +7,8 @@ through detached values, or through gates that are zero today.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -95,9 +97,12 @@ def _partly_separable(tape: Tape, map: Map) -> set[Node]:
 
 def _holds_batch_data(tape: Tape, node: Node, batch: int) -> bool:
     """Does a batched node compute with a constant of B rows? It cannot be told from data of the batch."""
-    if not computes_with_data(tape, node) or saved.in_checkpoint(node):
-        return False
-    return any(t.ndim > 1 and len(t) == batch and _is_data(t) for t in saved.constants(node))
+    return computes_with_data(tape, node) and bool(saved.ask(node, partial(_has_rows, batch=batch)))
+
+
+def _has_rows(node: Node, batch: int) -> bool:
+    constants = () if saved.in_checkpoint(node) else saved.constants(node)
+    return any(t.ndim > 1 and len(t) == batch and _is_data(t) for t in constants)
 
 
 def _is_data(t: Tensor) -> bool:

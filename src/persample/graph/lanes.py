@@ -31,16 +31,13 @@ class Lanes:
     @classmethod
     def of(cls, layout: Layout, shape: Shape, row_dims: int) -> Lanes | None:
         """The first ``row_dims`` dims as rows; None when the sample also depends on another dim."""
+        even = _even_rows(layout, shape, row_dims) if isinstance(layout, Block) else None
+        if even is not None:
+            return cls(layout.batch, *even)
         if any(d >= row_dims for d in sample_dims(layout, shape)):
             return None
-        rows, rest = shape[:row_dims], prod(shape[row_dims:])
-        if isinstance(layout, Block) and rest and layout.inner % rest == 0:
-            inner = layout.inner // rest
-            count = prod(rows)
-            if count % (inner * layout.batch) == 0:
-                return cls(layout.batch, count // (inner * layout.batch), inner)
         index = labels(layout, shape).reshape(_row_sizes(layout, shape, row_dims))
-        return cls.labelled(layout.batch, index.expand(rows).reshape(-1))
+        return cls.labelled(layout.batch, index.expand(shape[:row_dims]).reshape(-1))
 
     def group(self, t: Tensor) -> Tensor:
         """(N, ...) -> (B, T, ...), T rows for every sample; ragged samples are padded with zeros."""
@@ -85,6 +82,17 @@ class Lanes:
             table[sorted_rows[live], column[live]] = where[live]
             self._order = table
         return self._order
+
+
+@lru_cache(maxsize=65536)
+def _even_rows(layout: Block, shape: Shape, row_dims: int) -> tuple[int, int] | None:
+    """(a, b) where the rows are a rounds of B runs of b rows, one run per sample; None if that is not their order."""
+    rest = prod(shape[row_dims:])
+    if any(d >= row_dims for d in sample_dims(layout, shape)) or not rest or layout.inner % rest:
+        return None
+    inner = layout.inner // rest
+    rounds, odd = divmod(prod(shape[:row_dims]), inner * layout.batch)
+    return None if odd else (rounds, inner)
 
 
 def _row_sizes(layout: Layout, shape: Shape, row_dims: int) -> list[int]:

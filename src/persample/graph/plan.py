@@ -24,12 +24,8 @@ class Plan:
     frontier: dict[Node, list[int]] = field(default_factory=dict)  # separable node -> outputs into shared tensors
     hooked: list[Node] = field(default_factory=list)  # frontier nodes on the way to others: caught in passing
     requested: list[Slot] = field(default_factory=list)  # cotangents that the engine is to return
-
-    def activation_bytes(self, itemsize: int) -> int:
-        """About what the forward pass has kept: the results of all ops on samples that are not views."""
-        views = WEIGHT_VIEWS | {"Expand", "Slice", "Select"}
-        nodes = [n for n in self.tape.order if n not in self.map.batched and op_name(n) not in views]
-        return itemsize * sum(prod(shape) for node in nodes for shape in self.tape.shapes(node))
+    waiting: dict[Node, int] = field(default_factory=dict)  # batched node -> contributions that will come to it
+    activations: int = 0  # about how many numbers the forward pass has kept
 
 
 def plan(
@@ -75,4 +71,26 @@ def plan(
                 found.requested += [(node, nr) for nr, state in enumerate(states) if state is not None]
         if crossing or going_on:
             inner.add(node)
+    found.waiting = _contributions(found)
+    found.activations = _activations(found)
     return found
+
+
+def _contributions(plan: Plan) -> dict[Node, int]:
+    """For every batched node, how many contributions come to it."""
+    found = dict.fromkeys(plan.map.batched, 0)
+    edges = plan.tape.edges
+    crossing = [edges[node][k] for node, outputs in plan.frontier.items() for k in outputs]
+    for slot in [*crossing, *[slot for node in plan.map.batched for slot in edges[node]]]:
+        if slot is not None:
+            found[slot[0]] += 1
+    return found
+
+
+def _activations(plan: Plan) -> int:
+    """The results of all ops on samples that are not views."""
+    nodes = [n for n in plan.tape.order if n not in plan.map.batched and op_name(n) not in _VIEWS]
+    return sum(prod(shape) for node in nodes for shape in plan.tape.shapes(node))
+
+
+_VIEWS = WEIGHT_VIEWS | {"Expand", "Slice", "Select"}

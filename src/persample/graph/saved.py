@@ -6,6 +6,8 @@ behaviours used here.
 Non-reentrant checkpointing lets every saved tensor be unpacked once per backward, and recomputes a region once per
 backward that unpacks anything of it. A read during the backward would use up the node's own turn; `unpacked_often`
 lifts that limit, so that reading costs no recomputation beyond the engine's own.
+
+Whoever wants to know what a plan was based on opens `noting` around its making: every answer is then written down.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from operator import attrgetter
+from threading import local
 from typing import Any, TypeGuard
 
 import torch
@@ -23,6 +27,70 @@ from torch.autograd.graph import Node
 
 _UNSIGNED = 1 << 64
 
+Question = Callable[[Node], Any]
+
+
+class Notes:
+    """What was asked of nodes, and the answers; not ``certain`` if some were data, which no later graph will share."""
+
+    __slots__ = ("answers", "certain")
+
+    def __init__(self) -> None:
+        self.answers: list[tuple[Node, Question, Any]] = []
+        self.certain = True
+
+    def add(self, node: Node, question: Question, answer: Any) -> None:
+        held = answer if isinstance(answer, (tuple, list)) else (answer,)
+        if any(isinstance(one, Tensor) for one in held):
+            self.certain = False
+        else:
+            self.answers.append((node, question, answer))
+
+
+class _Open(local):
+    notes: Notes | None = None
+
+
+_open = _Open()
+
+
+@contextmanager
+def _noted_in(notes: Notes | None) -> Iterator[None]:
+    before, _open.notes = _open.notes, notes
+    try:
+        yield
+    finally:
+        _open.notes = before
+
+
+@contextmanager
+def noting() -> Iterator[Notes]:
+    """Write down all that this thread reads of nodes."""
+    notes = Notes()
+    with _noted_in(notes):
+        yield notes
+
+
+def ask(node: Node, question: Question) -> Any:
+    """The answer to a question that may read anything of a node, noted as one."""
+    notes = _open.notes
+    if notes is None:
+        return question(node)
+    with _noted_in(None):
+        answer = question(node)
+    notes.add(node, question, answer)
+    return answer
+
+
+_getter = lru_cache(maxsize=4096)(attrgetter)
+
+
+def _read(node: Node, name: str) -> Any:
+    found = getattr(node, f"_saved_{name}")
+    if _open.notes is not None:
+        _open.notes.add(node, _getter(f"_saved_{name}"), found)
+    return found
+
 
 def signed(value: int) -> int:
     """Negative integers (a missing padding_idx, dim=-1) are shown as unsigned 64-bit numbers."""
@@ -31,17 +99,17 @@ def signed(value: int) -> int:
 
 def number(node: Node, name: str) -> int:
     """A saved integer."""
-    return signed(int(getattr(node, f"_saved_{name}")))
+    return signed(int(_read(node, name)))
 
 
 def numbers(node: Node, name: str) -> tuple[int, ...]:
     """A saved list of integers."""
-    return tuple(signed(int(v)) for v in getattr(node, f"_saved_{name}"))
+    return tuple(signed(int(v)) for v in _read(node, name))
 
 
 def value(node: Node, name: str) -> Any:
     """A saved flag, scalar or string."""
-    return getattr(node, f"_saved_{name}")
+    return _read(node, name)
 
 
 def metadata(node: Node) -> Sequence[Any]:
@@ -103,7 +171,7 @@ def has(node: Node, name: str) -> bool:
 
 def tensor(node: Node, name: str) -> Tensor | None:
     """A saved tensor, cut off from its graph; None if it was not needed."""
-    found = getattr(node, f"_saved_{name}")
+    found = _read(node, name)
     return None if found is None else found.detach()
 
 
@@ -116,6 +184,8 @@ source index indices mask
 
 def constants(node: Node) -> list[Tensor]:
     """Saved operands that carry no gradient: data, as opposed to weights and what was computed from them."""
+    if _open.notes is not None:
+        _open.notes.certain = False
     found: list[object]
     if is_custom(node):
         found = list(node.saved_tensors)
@@ -128,24 +198,38 @@ def constants(node: Node) -> list[Tensor]:
 def _holders(node: Node) -> dict[str, list[Any]]:
     """Saved tensors of a node that a checkpoint will recompute: name -> its holder, or those of a list of tensors."""
     found = {}
-    for name in _raw_names(type(node)):
-        raw = getattr(node, f"_raw_saved_{name}")
+    for attribute in _raw_names(type(node)):
+        raw = getattr(node, attribute)
         packed = [getattr(one, "data", None) for one in (raw if isinstance(raw, tuple) else (raw,))]
         holders = [one for one in packed if hasattr(one, "handles")]
         if holders:
-            found[name] = holders
+            found[attribute.removeprefix("_raw_saved_")] = holders
     return found
 
 
 @lru_cache(maxsize=4096)
 def _raw_names(kind: type) -> tuple[str, ...]:
     """The saved tensors that a node type has; those of a custom Function are one list."""
-    return tuple(n.removeprefix("_raw_saved_") for n in dir(kind) if n.startswith("_raw_saved_"))
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
 def in_checkpoint(node: Node) -> bool:
     """Does this node lie in a region of non-reentrant checkpointing?"""
-    return bool(_holders(node))
+    return bool(ask(node, _in_checkpoint))
+
+
+def _in_checkpoint(node: Node) -> bool:
+    """All saved tensors of such a node are held back, but for numbers: one tensor that is there tells."""
+    for attribute in _raw_names(type(node)):
+        raw = getattr(node, attribute)
+        for one in raw if isinstance(raw, tuple) else (raw,):
+            packed = getattr(one, "data", None)
+            if isinstance(packed, Tensor):
+                if packed.ndim:
+                    return False
+            elif hasattr(packed, "handles"):
+                return True
+    return False
 
 
 class _Task(torch.autograd.Function):

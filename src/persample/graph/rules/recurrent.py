@@ -1,14 +1,25 @@
-"""Fused recurrent layers: the recurrence is replayed once for all samples."""
+"""Fused recurrent layers: the recurrence is replayed once for all samples.
+
+The fused backward computes all of its outputs or none. Its sums over samples of the weights' gradients are not wanted,
+and the replay has what is: so the engine gets the replay's answer in its place.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import torch
 from torch import Tensor
 
 from ...factors import Dense, Factor, Outer
-from ...kernels.recurrence import LstmLayer, lstm_gate_cotangents
+from ...kernels.recurrence import LstmLayer, LstmReplay, replay_lstm
 from ..lanes import Lanes
 from ..layout import Layout, carry, join
+from ..site import Site
 from .registry import Use, rule
+
+_Outputs = tuple[Tensor | None, ...]
 
 
 @rule("MkldnnRnnLayer")
@@ -18,16 +29,17 @@ def fused_lstm(use: Use) -> Factor | None:
     if lanes is None or not 1 <= use.k <= 4:
         return None
     memo = use.site.memo
-    if "dy" not in memo:  # all weights of the layer share it
-        dgates, memo["previous"] = _replayed(use)
-        memo["dy"], memo["shared"] = lanes.group(dgates.transpose(0, 1)).flatten(1, 2), {}
+    if "replay" not in memo:  # all weights of the layer share it
+        memo["replay"] = _replayed(use)
+        memo["dy"], memo["shared"] = lanes.group(memo["replay"].d_gates.transpose(0, 1)).flatten(1, 2), {}
+    replay: LstmReplay = memo["replay"]
     dy: Tensor = memo["dy"]
     if use.k >= 3:
         if "bias" not in memo:
             memo["bias"] = Dense(dy.sum(1).to(use.site.metadata(use.k).dtype))
         bias: Dense = memo["bias"]
         return bias
-    x: Tensor = use.site.tensor("input").to(dy.dtype) if use.k == 1 else memo["previous"]
+    x = use.site.tensor("input").to(dy.dtype) if use.k == 1 else replay.h_previous
     return Outer(dy, lanes.group(x.transpose(0, 1)).flatten(1, 2), memo=memo["shared"])
 
 
@@ -46,8 +58,8 @@ def _columns(use: Use) -> Lanes | None:
     return None if found is None else Lanes.of(found, (columns,), 1)
 
 
-def _replayed(use: Use) -> tuple[Tensor, Tensor]:
-    """Gate cotangents and previous states of every step."""
+def _replayed(use: Use) -> LstmReplay:
+    """Every cotangent of the layer's backward."""
     site = use.site
     biases = (site.tensor("weight2"), site.tensor("weight3")) if site.value("has_biases") else None
     layer = LstmLayer(
@@ -60,4 +72,42 @@ def _replayed(use: Use) -> tuple[Tensor, Tensor]:
         site.tensor("result0"),
         bool(site.value("reverse")),
     )
-    return lstm_gate_cotangents(layer, *use.cotangents)
+    return replay_lstm(layer, *use.cotangents)
+
+
+def answered(site: Site, cotangents: Sequence[Tensor | None]) -> _Outputs | None:
+    """The cotangents of a fused node that was replayed, one of them such that its backward need not be computed."""
+    replay: LstmReplay | None = site.memo.get("replay")
+    if replay is None:
+        return None
+    first = next(nr for nr, g in enumerate(cotangents) if g is not None)
+    wanted = [child is not None for child, _ in site.node.next_functions]
+
+    def answer() -> _Outputs:
+        d_input = replay.d_input() if wanted[0] else None
+        states = (replay.d_h0(), replay.d_c0) if wanted[5] or wanted[6] else (None, None)
+        dtype = replay.layer.input.dtype
+        return tuple(None if g is None else g.to(dtype) for g in (d_input, *[None] * 4, *states))
+
+    return tuple(_Answered(g, answer) if nr == first and g is not None else g for nr, g in enumerate(cotangents))
+
+
+class _Answered(Tensor):
+    """A cotangent that answers the fused backward when it is called with it."""
+
+    answer: Callable[[], _Outputs]
+
+    @staticmethod
+    def __new__(cls, cotangent: Tensor, answer: Callable[[], _Outputs]) -> Self:
+        g = cotangent
+        found: Self = Tensor._make_wrapper_subclass(cls, g.shape, g.stride(), dtype=g.dtype, device=g.device)
+        found.answer = answer
+        return found
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func is not torch.ops.aten.mkldnn_rnn_layer_backward.default:
+            return NotImplemented
+        return next(given for given in args if isinstance(given, cls)).answer()

@@ -14,7 +14,7 @@ from ..registry import registrar
 from ..site import Site
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Use:
     """Backward output ``k`` of a separable node, whose cotangents have been captured whole."""
 

@@ -1,0 +1,166 @@
+"""Plans of graphs that have been seen before.
+
+A training loop builds the same graph at every step. Reading its outline costs a tenth of planning it: the kinds of its
+nodes, how they hang together, the shapes of their cotangents, and which leaves are whose parameters. If a graph of the
+same outline was planned before, and its nodes still answer as they did to all that was asked of them then, the plan is
+the same, node for node. Plans that data had a part in are not remembered.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from .assign import Map
+from .invoke import is_opaque
+from .plan import Plan
+from .roots import Roots
+from .saved import Notes, Question, metadata
+from .site import Sites
+from .tape import Tape, is_leaf, leaf_of
+
+_MOST = 64  # plans
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """A graph's nodes, numbered as they are come upon, and what it has in common with others like it."""
+
+    nodes: list[Node]
+    key: Hashable
+
+
+@dataclass(frozen=True, slots=True)
+class _Remembered:
+    """A plan with numbers for nodes, and the answers that it relies on."""
+
+    plan: Plan
+    answers: Sequence[tuple[int, Question, Any]]
+
+    def holds(self, nodes: Sequence[Node]) -> bool:
+        return all(question(nodes[at]) == answer for at, question, answer in self.answers)
+
+
+_PLANS: OrderedDict[Hashable, _Remembered] = OrderedDict()
+
+
+def outline(roots: Roots, params: Sequence[Tensor]) -> Outline | None:
+    """Read a graph without planning it; None if it holds nodes whose inside nobody sees."""
+    whose = {id(p): i for i, p in enumerate(params)}
+    numbers = {node: i for i, node in enumerate(dict.fromkeys(node for node, _ in roots.slots))}
+    nodes = list(numbers)
+    key: list[Hashable] = [roots.batch, *roots.layouts, *[(numbers[node], nr) for node, nr in roots.slots]]
+    for node in nodes:  # which grows
+        kind = type(node)
+        form = _FORMS.get(kind) or _form(node, kind)
+        if form is _OPAQUE:
+            return None
+        key.append(kind)
+        if form is _LEAF:
+            variable = leaf_of(node)
+            key += (whose.get(id(variable)), variable.shape)
+            continue
+        for child, nr in node.next_functions:
+            if child is None:
+                key.append(None)
+                continue
+            number = numbers.get(child)
+            if number is None:
+                number = numbers[child] = len(nodes)
+                nodes.append(child)
+            key += (number, nr)
+        key += [tuple(about.shape) for about in metadata(node)]
+    return Outline(nodes, tuple(key))
+
+
+_OP, _LEAF, _OPAQUE = "op", "leaf", "opaque"
+_FORMS: dict[type, str] = {}
+
+
+def _form(node: Node, kind: type) -> str:
+    if is_leaf(node):
+        form = _LEAF
+    else:
+        form = _OPAQUE if kind.__name__ == "CppFunction" or is_opaque(node) else _OP
+    return _FORMS.setdefault(kind, form)
+
+
+def recall(seen: Outline) -> Plan | None:
+    """The plan of this graph, if one like it was planned before."""
+    known = _PLANS.get(seen.key)
+    if known is None or not known.holds(seen.nodes):
+        return None
+    plan = _renamed(known.plan, seen.nodes.__getitem__)
+    plan.tape.leaves = {node: leaf_of(node) for node in plan.tape.leaves}
+    return plan
+
+
+def remember(seen: Outline, plan: Plan, notes: Notes) -> None:
+    """Keep what a capture needs of a plan, for the next graph like this one."""
+    if not notes.certain or plan.map.probed:
+        return
+    numbers = {node: i for i, node in enumerate(seen.nodes)}
+    kept = {*plan.frontier, *plan.map.batched, *[node for node, _ in plan.requested]}
+    tape, there = plan.tape, plan.map
+    order = [node for node in tape.order if node in kept]
+    trimmed = Plan(
+        Tape(
+            order,
+            {node: tape.edges[node] for node in order},
+            {node: tape.leaves[node] for node in order if node in tape.leaves},
+            tape.others,
+            _shapes={node: tape.shapes(node) for node in order},
+        ),
+        Map(
+            there.batch,
+            there.sites,
+            {slot: state for slot, state in there.cotangents.items() if slot[0] in kept},
+            {use: fate for use, fate in there.flows.items() if use[0] in plan.frontier},
+            there.batched,
+        ),
+        plan.frontier,
+        plan.hooked,
+        plan.requested,
+        plan.waiting,
+        plan.activations,
+    )
+    answers = [(numbers[node], question, answer) for node, question, answer in notes.answers]
+    _PLANS[seen.key] = _Remembered(_renamed(trimmed, numbers.__getitem__), answers)
+    while len(_PLANS) > _MOST:
+        _PLANS.popitem(last=False)
+
+
+def _renamed(plan: Plan, name: Callable[[Any], Any]) -> Plan:
+    """The same plan with other names for its nodes."""
+
+    def slot(old: Any) -> Any:
+        return None if old is None else (name(old[0]), old[1])
+
+    tape = Tape(
+        [name(node) for node in plan.tape.order],
+        {name(node): tuple([slot(s) for s in edges]) for node, edges in plan.tape.edges.items()},
+        dict.fromkeys(map(name, plan.tape.leaves)),  # type: ignore[arg-type]
+        [name(node) for node in plan.tape.others],
+        _shapes={name(node): shapes for node, shapes in plan.tape._shapes.items()},
+    )
+    there = Map(
+        plan.map.batch,
+        Sites(tape),
+        {slot(old): state for old, state in plan.map.cotangents.items()},
+        {slot(old): fate for old, fate in plan.map.flows.items()},
+        set(map(name, plan.map.batched)),
+    )
+    return Plan(
+        tape,
+        there,
+        {name(node): outputs for node, outputs in plan.frontier.items()},
+        [name(node) for node in plan.hooked],
+        [slot(old) for old in plan.requested],
+        {name(node): count for node, count in plan.waiting.items()},
+        plan.activations,
+    )
