@@ -19,7 +19,7 @@ from torch import Tensor
 from .._errors import InteractionError
 from ..factors import Dense, combine
 from ..graph.capture import Sink
-from ..graph.entry import capture_from
+from ..graph.entry import Check, capture_from
 from ..graph.plan import plan
 from ..graph.roots import Roots, slot_of
 from ..graph.saved import keeps_graph, version, will_run
@@ -139,7 +139,8 @@ class Recording:
         if self.follow:
             tensors = [*self.leaves.values(), *self.inputs]
             self.samples.verify(plan(reading.roots, tensors, data=tape.data), reading, follow=True)
-        verify = partial(self.samples.verify, reading=reading, follow=False)
+        test = partial(self.samples.verify, reading=reading, follow=False)
+        check = Check(test, dict(self.samples.known), tuple(reading.promised))
         return capture_from(
             reading.roots,
             self.leaves,
@@ -148,7 +149,7 @@ class Recording:
             independent=True,
             trust_unseen=True,
             tell_bytes=asked.receiver.tell_bytes,
-            verify=None if self.follow else verify,
+            check=None if self.follow else check,
             plain=[slot_of(x) for x in asked.plain],
             tape=self.tape if set(reading.roots.slots) == {slot_of(y) for y in self.outputs} else None,
         )

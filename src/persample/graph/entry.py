@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,11 +19,21 @@ from .capture import Capture, Sink
 from .custom import taught
 from .interaction import interactions
 from .invoke import is_opaque
+from .layout import Layout
 from .plan import Plan, plan
 from .recall import outline, recall, remember
 from .roots import Roots, slot_of
 from .saved import noting
 from .tape import Slot, Tape, walk
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Something that must hold of a plan: ``test`` raises if it does not, going by ``known`` and ``terms`` alone."""
+
+    test: Callable[[Plan], None]
+    known: Mapping[Slot, Layout]
+    terms: Hashable
 
 
 def capture_into(
@@ -61,23 +72,21 @@ def capture_from(
     independent: bool = False,
     trust_unseen: bool = False,
     tell_bytes: Callable[[int], None] | None = None,
-    verify: Callable[[Plan], None] | None = None,
+    check: Check | None = None,
     plain: Sequence[Slot] = (),
     tape: Tape | None = None,
 ) -> tuple[Tensor | None, ...]:
     """The same from any places of a graph at which samples can be told apart.
 
     ``trust_unseen`` takes custom Functions to keep samples apart, where ``independent`` alone would refuse them.
-    ``verify`` is shown where the samples lie in the whole graph before anything is run, and may raise. The ordinary
-    gradients at ``plain`` come back. ``tape`` is the graph, if it has been walked already.
+    The plan is put to the ``check`` before anything is run. The ordinary gradients at ``plain`` come back. ``tape`` is
+    the graph, if it has been walked already.
     """
-    found, meeting = _planned(roots, params, plain, tape, remembered=verify is None)
+    found, meeting = _planned(roots, params, plain, tape, check)
     if meeting:
         _report_interaction(meeting, independent)
     elif independent and not trust_unseen:
         _refuse_unseen(found.tape)
-    if verify is not None:
-        verify(found)
     if tell_bytes is not None:
         tell_bytes(found.activations * roots.itemsize)
     running = Capture(found, roots, params, sink, plain)
@@ -90,11 +99,11 @@ def capture_from(
 
 
 def _planned(
-    roots: Roots, params: Mapping[str, Tensor], plain: Sequence[Slot], tape: Tape | None, remembered: bool
+    roots: Roots, params: Mapping[str, Tensor], plain: Sequence[Slot], tape: Tape | None, check: Check | None
 ) -> tuple[Plan, list[str]]:
     """What to do with this graph, and the ops in which samples meet."""
     tensors = list(params.values())
-    seen = outline(roots, tensors) if remembered and tape is None and not plain else None
+    seen = outline(roots, tensors, plain, check.known if check else {}, check.terms if check else None)
     known = None if seen is None else recall(seen)
     if known is not None:
         check_reached(known.tape, params)
@@ -104,6 +113,8 @@ def _planned(
         check_reached(found.tape, params)
         _refuse_module_hooks(found)
         meeting = interactions(found.tape, found.map)
+    if check is not None and not meeting:
+        check.test(found)
     if seen is not None and not meeting:
         remember(seen, found, notes)
     return found, meeting

@@ -9,7 +9,7 @@ the same, node for node. Plans that data had a part in are not remembered.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +18,15 @@ from torch.autograd.graph import Node
 
 from .assign import Map
 from .invoke import is_opaque
+from .layout import Layout
 from .plan import Plan
 from .roots import Roots
 from .saved import Notes, Question, metadata
 from .site import Sites
-from .tape import Tape, is_leaf, leaf_of
+from .tape import Slot, Tape, is_leaf, leaf_of
 
 _MOST = 64  # plans
+_NOTHING: Mapping[Slot, Layout] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +51,17 @@ class _Remembered:
 _PLANS: OrderedDict[Hashable, _Remembered] = OrderedDict()
 
 
-def outline(roots: Roots, params: Sequence[Tensor]) -> Outline | None:
-    """Read a graph without planning it; None if it holds nodes whose inside nobody sees."""
+def outline(
+    roots: Roots,
+    params: Sequence[Tensor],
+    plain: Sequence[Slot] = (),
+    known: Mapping[Slot, Layout] = _NOTHING,
+    terms: Hashable = None,
+) -> Outline | None:
+    """Read a graph without planning it; None if it holds nodes whose inside nobody sees.
+
+    ``plain`` is where ordinary gradients are wanted; ``known`` and ``terms`` are what else the plan is checked by.
+    """
     whose = {id(p): i for i, p in enumerate(params)}
     numbers = {node: i for i, node in enumerate(dict.fromkeys(node for node, _ in roots.slots))}
     nodes = list(numbers)
@@ -75,6 +86,8 @@ def outline(roots: Roots, params: Sequence[Tensor]) -> Outline | None:
                 nodes.append(child)
             key += (number, nr)
         key += [tuple(about.shape) for about in metadata(node)]
+    key += [terms, *[(numbers.get(node), nr) for node, nr in plain]]
+    key.append(frozenset([(numbers.get(node), nr, layout) for (node, nr), layout in known.items()]))
     return Outline(nodes, tuple(key))
 
 

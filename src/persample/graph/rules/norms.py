@@ -35,13 +35,32 @@ def _channels(use: Use) -> Shape:
 def layer_norm(use: Use) -> Factor | None:
     """x̂ = (x - mean) · rstd, normalised over the last dims."""
     saved = use.site.tensor
-    return _affine(use, use.target, lambda: (saved("input") - saved("result1")) * saved("result2"))
+    if use.k != 1:
+        return _shift(use)
+    return _rows_scaled(use, (saved("input") - saved("result1")).to(use.g.dtype).mul_(use.g), saved("result2"))
 
 
 @rule("FusedRmsNorm")
 def rms_norm(use: Use) -> Factor | None:
     """x̂ = x · rstd."""
-    return _affine(use, use.target, lambda: use.site.tensor("input") * use.site.tensor("result1"))
+    saved = use.site.tensor
+    return _rows_scaled(use, saved("input").to(use.g.dtype) * use.g, saved("result1")) if use.k == 1 else None
+
+
+def _shift(use: Use) -> Factor | None:
+    """Σ g over a sample's positions."""
+    return dense(use.g.to(use.site.metadata(2).dtype), use.layout, use.target) if use.k == 2 else None
+
+
+def _rows_scaled(use: Use, rows: Tensor, rstd: Tensor) -> Factor | None:
+    """Σ_t rstd_t · rows_t over a sample's positions, as one product."""
+    lanes = use.lanes(use.g.ndim - len(use.target))
+    if lanes is None:
+        return None
+    count = rstd.numel()
+    scale = lanes.group(rstd.reshape(count).to(rows.dtype)).unsqueeze(1)
+    summed = torch.bmm(scale, lanes.group(rows.reshape(count, prod(use.target))))
+    return Dense(summed.reshape(use.batch, *use.target).to(use.site.metadata(1).dtype))
 
 
 @rule("NativeGroupNorm")

@@ -6,20 +6,19 @@ and the replay has what is: so the engine gets the replay's answer in its place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Self
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from ...factors import Dense, Factor, Outer
 from ...kernels.recurrence import LstmLayer, LstmReplay, replay_lstm
 from ..lanes import Lanes
 from ..layout import Layout, carry, join
+from ..saved import LstmAnswer, Outputs, metadata
 from ..site import Site
+from ..tape import Slot, leading_to
 from .registry import Use, rule
-
-_Outputs = tuple[Tensor | None, ...]
 
 
 @rule("MkldnnRnnLayer")
@@ -75,39 +74,28 @@ def _replayed(use: Use) -> LstmReplay:
     return replay_lstm(layer, *use.cotangents)
 
 
-def answered(site: Site, cotangents: Sequence[Tensor | None]) -> _Outputs | None:
-    """The cotangents of a fused node that was replayed, one of them such that its backward need not be computed."""
+def spared(site: Site, cotangents: Sequence[Tensor | None], plain: Sequence[Slot]) -> Outputs | None:
+    """A fused node's cotangents, such that its own backward need not be computed.
+
+    None if it was not replayed, or if ordinary gradients are wanted at ``plain`` that its weights lead to.
+    """
     replay: LstmReplay | None = site.memo.get("replay")
-    if replay is None:
+    edges = site.node.next_functions
+    if replay is None or _lead_to([child for child, _ in edges[1:5] if child is not None], plain):
         return None
-    first = next(nr for nr, g in enumerate(cotangents) if g is not None)
-    wanted = [child is not None for child, _ in site.node.next_functions]
 
-    def answer() -> _Outputs:
-        d_input = replay.d_input() if wanted[0] else None
-        states = (replay.d_h0(), replay.d_c0) if wanted[5] or wanted[6] else (None, None)
-        dtype = replay.layer.input.dtype
-        return tuple(None if g is None else g.to(dtype) for g in (d_input, *[None] * 4, *states))
+    def answer() -> Outputs:
+        outputs: list[Tensor | None] = [None] * len(edges)
+        for k, make in (0, replay.d_input), (5, replay.d_h0), (6, lambda: replay.d_c0):
+            child, nr = edges[k]
+            if child is not None:
+                outputs[k] = make().to(metadata(child)[nr].dtype)
+        return tuple(outputs)
 
-    return tuple(_Answered(g, answer) if nr == first and g is not None else g for nr, g in enumerate(cotangents))
+    return tuple(None if g is None else LstmAnswer(g, answer) for g in cotangents)
 
 
-class _Answered(Tensor):
-    """A cotangent that answers the fused backward when it is called with it."""
-
-    answer: Callable[[], _Outputs]
-
-    @staticmethod
-    def __new__(cls, cotangent: Tensor, answer: Callable[[], _Outputs]) -> Self:
-        g = cotangent
-        found: Self = Tensor._make_wrapper_subclass(cls, g.shape, g.stride(), dtype=g.dtype, device=g.device)
-        found.answer = answer
-        return found
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        if func is not torch.ops.aten.mkldnn_rnn_layer_backward.default:
-            return NotImplemented
-        return next(given for given in args if isinstance(given, cls)).answer()
+def _lead_to(weights: Sequence[Node], plain: Sequence[Slot]) -> bool:
+    """Does one of the weights lead to one of these places?"""
+    goals = {node for node, _ in plain}
+    return not goals.isdisjoint(weights) or bool(leading_to(weights, goals))
