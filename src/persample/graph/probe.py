@@ -21,7 +21,7 @@ from torch import Tensor
 from .invoke import call_each
 from .layout import NOBODY, Block, Labels, Layout, Shape, carry, labels, sample_dims, simplify, strides
 from .roots import Roots
-from .saved import metadata
+from .saved import by_data, metadata
 from .site import Fate, Flow, Site
 from .tape import Slot, Tape
 
@@ -115,6 +115,7 @@ def _ask(
     guesses: Sequence[Layout | None] | None = None,
 ) -> list[Fate]:
     """Run once plain and once per digit of the sample number, and read the samples from the ratios."""
+    by_data()
     places = [base**j for j in range(64) if base**j < batch]
 
     def power(place: int) -> _Scale:

@@ -115,7 +115,7 @@ def recall(seen: Outline) -> Plan | None:
 
 def remember(seen: Outline, plan: Plan, notes: Notes) -> None:
     """Keep what a capture needs of a plan, for the next graph like this one."""
-    if not notes.certain or plan.map.probed:
+    if not notes.certain:
         return
     numbers = {node: i for i, node in enumerate(seen.nodes)}
     kept = {*plan.frontier, *plan.map.batched, *[node for node, _ in plan.requested]}
