@@ -27,7 +27,18 @@ T = TypeVar("T")
 
 def is_opaque(node: Node) -> bool:
     """A custom ``autograd.Function``, in Python or C++, or a compiled region: its backward may be anything."""
-    return is_custom(node) or (type(node).__name__ == "CppFunction" and "CppNode" in node.name())
+    known = _KINDS.get(type(node))
+    return _is_opaque(node) if known is None else known
+
+
+_KINDS: dict[type, bool] = {}  # of PyTorch's own ops
+
+
+def _is_opaque(node: Node) -> bool:
+    kind = type(node)
+    if kind.__name__ == "CppFunction":  # one type for many
+        return "CppNode" in node.name()
+    return is_custom(node) or _KINDS.setdefault(kind, False)
 
 
 def is_compiled(node: Node) -> bool:

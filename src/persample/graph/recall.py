@@ -9,7 +9,7 @@ the same, node for node. Plans that data had a part in are not remembered.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,11 +96,9 @@ _FORMS: dict[type, str] = {}
 
 
 def _form(node: Node, kind: type) -> str:
-    if is_leaf(node):
-        form = _LEAF
-    else:
-        form = _OPAQUE if kind.__name__ == "CppFunction" or is_opaque(node) else _OP
-    return _FORMS.setdefault(kind, form)
+    if kind.__name__ == "CppFunction" or is_opaque(node):
+        return _OPAQUE  # and not kept, as it may be a class of the user's
+    return _FORMS.setdefault(kind, _LEAF if is_leaf(node) else _OP)
 
 
 def recall(seen: Outline) -> Plan | None:
@@ -108,7 +106,7 @@ def recall(seen: Outline) -> Plan | None:
     known = _PLANS.get(seen.key)
     if known is None or not known.holds(seen.nodes):
         return None
-    plan = _renamed(known.plan, seen.nodes.__getitem__)
+    plan = _renamed(known.plan, seen.nodes)
     plan.tape.leaves = {node: leaf_of(node) for node in plan.tape.leaves}
     return plan
 
@@ -125,7 +123,7 @@ def remember(seen: Outline, plan: Plan, notes: Notes) -> None:
         Tape(
             order,
             {node: tape.edges[node] for node in order},
-            {node: tape.leaves[node] for node in order if node in tape.leaves},
+            dict.fromkeys([node for node in order if node in tape.leaves]),  # type: ignore[arg-type]  # not the tensors
             tape.others,
             _shapes={node: tape.shapes(node) for node in order},
         ),
@@ -143,37 +141,36 @@ def remember(seen: Outline, plan: Plan, notes: Notes) -> None:
         plan.activations,
     )
     answers = [(numbers[node], question, answer) for node, question, answer in notes.answers]
-    _PLANS[seen.key] = _Remembered(_renamed(trimmed, numbers.__getitem__), answers)
+    _PLANS[seen.key] = _Remembered(_renamed(trimmed, numbers), answers)
     while len(_PLANS) > _MOST:
         _PLANS.popitem(last=False)
 
 
-def _renamed(plan: Plan, name: Callable[[Any], Any]) -> Plan:
-    """The same plan with other names for its nodes."""
-
-    def slot(old: Any) -> Any:
-        return None if old is None else (name(old[0]), old[1])
-
+def _renamed(plan: Plan, names: Any) -> Plan:
+    """The same plan, with ``names[node]`` for every node."""
     tape = Tape(
-        [name(node) for node in plan.tape.order],
-        {name(node): tuple([slot(s) for s in edges]) for node, edges in plan.tape.edges.items()},
-        dict.fromkeys(map(name, plan.tape.leaves)),  # type: ignore[arg-type]
-        [name(node) for node in plan.tape.others],
-        _shapes={name(node): shapes for node, shapes in plan.tape._shapes.items()},
+        [names[node] for node in plan.tape.order],
+        {
+            names[node]: tuple([None if slot is None else (names[slot[0]], slot[1]) for slot in edges])
+            for node, edges in plan.tape.edges.items()
+        },
+        {names[node]: leaf for node, leaf in plan.tape.leaves.items()},
+        [names[node] for node in plan.tape.others],
+        _shapes={names[node]: shapes for node, shapes in plan.tape._shapes.items()},
     )
     there = Map(
         plan.map.batch,
         Sites(tape),
-        {slot(old): state for old, state in plan.map.cotangents.items()},
-        {slot(old): fate for old, fate in plan.map.flows.items()},
-        set(map(name, plan.map.batched)),
+        {(names[node], nr): state for (node, nr), state in plan.map.cotangents.items()},
+        {(names[node], k): fate for (node, k), fate in plan.map.flows.items()},
+        {names[node] for node in plan.map.batched},
     )
     return Plan(
         tape,
         there,
-        {name(node): outputs for node, outputs in plan.frontier.items()},
-        [name(node) for node in plan.hooked],
-        [slot(old) for old in plan.requested],
-        {name(node): count for node, count in plan.waiting.items()},
+        {names[node]: outputs for node, outputs in plan.frontier.items()},
+        [names[node] for node in plan.hooked],
+        [(names[node], nr) for node, nr in plan.requested],
+        {names[node]: count for node, count in plan.waiting.items()},
         plan.activations,
     )
