@@ -81,6 +81,32 @@ def test_a_fused_lstm_runs_backwards_in_a_layer_of_its_own() -> None:
     assert all(torch.equal(node._saved_input, x) for node in layers)  # the same order of time for both
 
 
+def test_a_fused_lstm_takes_an_answer_for_its_backward() -> None:
+    x = torch.randn(5, 2, 3, requires_grad=True)
+    output, _ = torch.nn.LSTM(3, 4)(x.neg())
+    (want,) = torch.autograd.grad(output.sum(), x, retain_graph=True)
+
+    def answer() -> saved.Outputs:
+        return torch.ones(5, 2, 3), *[None] * 6
+
+    def give(grads: tuple[Tensor | None, ...]) -> saved.Outputs:
+        return tuple(None if g is None else saved.LstmAnswer(g, answer) for g in grads)
+
+    handle = output.grad_fn.register_prehook(give)
+    (answered,) = torch.autograd.grad(output.sum(), x, retain_graph=True)
+    handle.remove()
+    (after,) = torch.autograd.grad(output.sum(), x)
+    assert torch.equal(answered, torch.full((5, 2, 3), -1.0))
+    assert torch.equal(after, want)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(output.sum(), x)
+
+
+def test_an_answer_for_a_fused_lstm_answers_nothing_else() -> None:
+    with pytest.raises(TypeError, match=r"aten\.neg"):
+        saved.LstmAnswer(torch.ones(2, 3), tuple).neg()
+
+
 def test_saved_tensors_are_cut_off_from_their_graph() -> None:
     node = (w(3).exp() * w(3)).grad_fn
     assert node._saved_self.grad_fn is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
-from persample.kernels.recurrence import LstmLayer, lstm_gate_cotangents
+from persample.kernels.recurrence import LstmLayer, LstmReplay, replay_lstm
 from tests.reference import assert_same, definition
 
 d, h = 3, 4
@@ -69,7 +70,7 @@ def test_fused_nodes_against_float64(both: bool, bias: bool) -> None:
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
 def test_dtypes_against_a_float64_layer(dtype: torch.dtype, rtol: float, reverse: bool) -> None:
     layer, cotangents, want = example(reverse, dtype)
-    got = contract(layer, *lstm_gate_cotangents(layer, *cotangents))
+    got = contract(replay_lstm(layer, *cotangents))
     assert {g.dtype for g in got} == {torch.promote_types(dtype, torch.float32)}
     assert_same([g.double() for g in got], want, rtol=rtol)
 
@@ -80,47 +81,69 @@ def test_arguments_are_left_alone_and_may_have_any_strides(reverse: bool) -> Non
     d_output, d_hn, d_cn = d_output[0, 0].expand(7, 5, h), d_hn[0].expand(5, h), d_cn.t().contiguous().t()
     arguments = [layer.input, layer.h0, layer.c0, layer.w_ih, layer.w_hh, layer.output, d_output, d_hn, d_cn]
     before = [a.clone() for a in arguments]
-    dgates, h_previous = lstm_gate_cotangents(layer, d_output, d_hn, d_cn)
+    replayed = everything(replay_lstm(layer, d_output, d_hn, d_cn))
     for argument, copy in zip(arguments, before, strict=True):
         torch.testing.assert_close(argument, copy, rtol=0, atol=0)
-    again = lstm_gate_cotangents(layer, *(c.contiguous() for c in (d_output, d_hn, d_cn)))
-    torch.testing.assert_close((dgates, h_previous), again, rtol=0, atol=0)
-    assert not dgates.requires_grad
-    assert not h_previous.requires_grad
+    again = replay_lstm(layer, *(c.contiguous() for c in (d_output, d_hn, d_cn)))
+    torch.testing.assert_close(replayed, everything(again), rtol=0, atol=0)
+    assert not any(t.requires_grad for t in replayed)
 
 
 @pytest.mark.parametrize("reverse", BOTH)
 def test_previous_states_follow_the_time_of_the_input(reverse: bool) -> None:
     layer, cotangents, _ = example(reverse, torch.float64)
-    _, h_previous = lstm_gate_cotangents(layer, *cotangents)
+    h_previous = replay_lstm(layer, *cotangents).h_previous
     shifted = [*layer.output[1:], layer.h0] if reverse else [layer.h0, *layer.output[:-1]]
     torch.testing.assert_close(h_previous, torch.stack(shifted), rtol=0, atol=0)
 
 
 def test_no_cotangent_at_all_gives_zeros() -> None:
     layer, _, _ = example(False, torch.float64)
-    dgates, _ = lstm_gate_cotangents(layer, None, None, None)
-    assert dgates.shape == (7, 5, 4 * h)
-    assert not dgates.any()
+    d_gates, _, *data = everything(replay_lstm(layer, None, None, None))
+    assert d_gates.shape == (7, 5, 4 * h)
+    assert [tuple(t.shape) for t in data] == [(7, 5, d), (5, h), (5, h)]
+    assert not any(t.any() for t in (d_gates, *data))
 
 
 def test_a_bad_sample_stays_in_its_column() -> None:
     layer, (d_output, d_hn, d_cn), _ = example(False, torch.float64)
-    clean, _ = lstm_gate_cotangents(layer, d_output, d_hn, d_cn)
+    clean = replay_lstm(layer, d_output, d_hn, d_cn).d_gates
     d_output[3, 1] = float("nan")
     d_hn[2] = float("inf")
-    dgates, _ = lstm_gate_cotangents(layer, d_output, d_hn, d_cn)
+    d_gates = replay_lstm(layer, d_output, d_hn, d_cn).d_gates
     others = [0, 3, 4]
-    torch.testing.assert_close(dgates[:, others], clean[:, others], rtol=0, atol=0)
-    assert dgates[:, 1].isnan().any()
-    assert not dgates[:, 2].isfinite().all()
+    torch.testing.assert_close(d_gates[:, others], clean[:, others], rtol=0, atol=0)
+    assert d_gates[:, 1].isnan().any()
+    assert not d_gates[:, 2].isfinite().all()
 
 
 @pytest.mark.parametrize("reverse", BOTH)
 def test_saturated_gates_stay_finite_and_exact(reverse: bool) -> None:
     layer, cotangents, want = example(reverse, torch.float64, scale=60)
-    got = contract(layer, *lstm_gate_cotangents(layer, *cotangents))
+    got = contract(replay_lstm(layer, *cotangents))
     assert_same(got, want, rtol=1e-9)
+
+
+@pytest.mark.parametrize("used", OUTPUTS.values(), ids=OUTPUTS)
+@pytest.mark.parametrize("T", [1, 2, 7])
+@pytest.mark.parametrize("B", [0, 1, 5])
+@pytest.mark.parametrize("reverse", BOTH)
+def test_cotangents_of_the_data(reverse: bool, B: int, T: int, used: tuple[int, ...]) -> None:
+    layer, cotangents, data, outputs = differentiable(reverse, B, T)
+    given = [g if nr in used else None for nr, g in enumerate(cotangents)]
+    want = torch.autograd.grad([outputs[nr] for nr in used], data, [cotangents[nr] for nr in used])
+    _, _, *got = everything(replay_lstm(layer, *given))
+    torch.testing.assert_close(got, list(want), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cotangents_of_the_data_are_float32_for_narrower_layers(dtype: torch.dtype) -> None:
+    layer, cotangents, _ = example(True, dtype)
+    layer = replace(layer, biases=None)
+    got = everything(replay_lstm(layer, *cotangents))
+    wide = LstmLayer(**{f.name: as_double(getattr(layer, f.name)) for f in fields(layer)})
+    exact = everything(replay_lstm(wide, *map(as_double, cotangents)))
+    torch.testing.assert_close(got, [g.float() for g in exact], rtol=1e-4, atol=1e-5)
 
 
 def run(model: nn.LSTM, B: int, T: int, init: bool = False, used: tuple[int, ...] = (0, 1, 2), seed: int = 0) -> Tensor:
@@ -164,7 +187,7 @@ def replay(losses: Tensor, model: nn.LSTM) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for n, node in enumerate(nodes):
         layer = from_node(node)
-        factors = contract(layer, *lstm_gate_cotangents(layer, *arrived[3 * n : 3 * n + 3]))
+        factors = contract(replay_lstm(layer, *arrived[3 * n : 3 * n + 3]))
         targets = [child for child, _ in node.next_functions[1:5]]
         found |= {names[id(t.variable)]: g for t, g in zip(targets, factors, strict=False) if t is not None}
     return {name: found[name] for name, _ in model.named_parameters()}
@@ -185,12 +208,42 @@ def from_node(node: Any) -> LstmLayer:
     )
 
 
-def contract(layer: LstmLayer, dgates: Tensor, h_previous: Tensor) -> tuple[Tensor, ...]:
+def everything(replay: LstmReplay) -> list[Tensor]:
+    """All that a replay can be asked for."""
+    return [replay.d_gates, replay.h_previous, replay.d_input(), replay.d_h0(), replay.d_c0]
+
+
+def as_double(value: Any) -> Any:
+    """A tensor in float64; anything else as it is."""
+    return value.double() if isinstance(value, Tensor) else value
+
+
+def contract(replay: LstmReplay) -> tuple[Tensor, ...]:
     """Per-sample gradients of w_ih, w_hh, b_ih and b_hh, in the order of the node's edges."""
-    x = layer.input.detach().to(dgates.dtype)
-    bias = dgates.sum(0)
+    d_gates = replay.d_gates
+    x = replay.layer.input.detach().to(d_gates.dtype)
+    bias = d_gates.sum(0)
     outer = "tbp,tbd->bpd"
-    return torch.einsum(outer, dgates, x), torch.einsum(outer, dgates, h_previous), bias, bias.clone()
+    return torch.einsum(outer, d_gates, x), torch.einsum(outer, d_gates, replay.h_previous), bias, bias.clone()
+
+
+def differentiable(reverse: bool, B: int, T: int) -> tuple[LstmLayer, list[Tensor], list[Tensor], list[Tensor]]:
+    """One direction in float64: the layer, cotangents of its outputs, its input and states, and its outputs."""
+    torch.manual_seed(6)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64)
+
+    x, h0, c0 = (draw(*s).requires_grad_() for s in ((T, B, d), (B, h), (B, h)))
+    w_ih, w_hh, b_ih, b_hh = draw(4 * h, d), draw(4 * h, h), draw(4 * h), draw(4 * h)
+    steps = []
+    state = (h0, c0)
+    for row in x.flip(0) if reverse else x:
+        state = torch.lstm_cell(row, state, w_ih, w_hh, b_ih, b_hh)
+        steps.append(state[0])
+    output = torch.stack(steps[::-1] if reverse else steps)
+    layer = LstmLayer(x.detach(), h0.detach(), c0.detach(), w_ih, w_hh, (b_ih, b_hh), output.detach(), reverse)
+    return layer, [draw(*s) for s in ((T, B, h), (B, h), (B, h))], [x, h0, c0], [output, *state]
 
 
 def example(

@@ -3,7 +3,7 @@
 The engine runs once. Cotangents at the frontier are taken as they arrive, each is turned into a factor, and factors
 are pulled back to the parameters. A parameter's factor is handed over as soon as its last use has been seen, so that
 it need not outlive the backward. The engine never reaches beyond the frontier, so it is not asked for summed weight
-gradients; only fused LSTM nodes, which compute all or nothing, still make them on the way to a layer below.
+gradients; fused LSTM nodes, which compute all or nothing, are spared them on the way to a layer below.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from .plan import Plan
 from .pullback import lifted, pull
 from .roots import Roots
 from .rules import RULES, Use, by_probe
+from .rules.recurrent import spared
 from .site import Flow, Site
 from .tape import Slot, is_leaf
 
@@ -86,11 +87,14 @@ class Capture:
             count = len(self.tape.shapes(node))
             self._consume(node, [cotangents.pop((node, nr), None) for nr in range(count)])
 
-    def _consume(self, node: Node, grads: Sequence[Tensor | None]) -> None:
-        """Turn a frontier node's cotangents into factors for the shared tensors it used."""
+    def _consume(self, node: Node, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None] | None:
+        """Turn a frontier node's cotangents into factors for the shared tensors it used.
+
+        What comes back, if anything, the engine is to give the node instead.
+        """
         outputs = self.pending.pop(node, None)
         if outputs is None:
-            return
+            return None
         site = self.map.sites[node]
         layouts: list[Layout | None] = [None] * len(grads)
         cotangents: list[Tensor | None] = [None] * len(grads)
@@ -100,14 +104,17 @@ class Capture:
                 assert not isinstance(layout, Flow)
                 layouts[nr], cotangents[nr] = layout, g
         found: dict[int, Factor] = {}
+        instead = None
         if any(g is not None for g in cotangents):
             self._read_ahead(site)
             found = self._factors(site, outputs, cotangents, layouts)
+            instead = spared(site, grads, self.plain)
             site.forget()
         for k in outputs:
             slot = site.edges[k]
             assert slot is not None
             self._add(slot, found.get(k))
+        return instead
 
     def _factors(
         self, site: Site, outputs: Sequence[int], cotangents: Sequence[Tensor | None], layouts: Sequence[Layout | None]

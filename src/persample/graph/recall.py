@@ -18,7 +18,7 @@ from torch.autograd.graph import Node
 
 from .assign import Map
 from .invoke import is_opaque
-from .layout import Layout
+from .layout import Labels, Layout
 from .plan import Plan
 from .roots import Roots
 from .saved import Notes, Question, metadata
@@ -58,10 +58,12 @@ def outline(
     known: Mapping[Slot, Layout] = _NOTHING,
     terms: Hashable = None,
 ) -> Outline | None:
-    """Read a graph without planning it; None if it holds nodes whose inside nobody sees.
+    """Read a graph without planning it; None if it holds nodes whose inside nobody sees, or if data say where to start.
 
     ``plain`` is where ordinary gradients are wanted; ``known`` and ``terms`` are what else the plan is checked by.
     """
+    if any(isinstance(layout, Labels) for layout in [*roots.layouts, *known.values()]):
+        return None  # which are data of this call
     whose = {id(p): i for i, p in enumerate(params)}
     numbers = {node: i for i, node in enumerate(dict.fromkeys(node for node, _ in roots.slots))}
     nodes = list(numbers)
@@ -103,8 +105,11 @@ def _form(node: Node, kind: type) -> str:
 
 def recall(seen: Outline) -> Plan | None:
     """The plan of this graph, if one like it was planned before."""
-    known = _PLANS.get(seen.key)
-    if known is None or not known.holds(seen.nodes):
+    known = _PLANS.pop(seen.key, None)
+    if known is None:
+        return None
+    _PLANS[seen.key] = known  # as the last one used
+    if not known.holds(seen.nodes):
         return None
     plan = _renamed(known.plan, seen.nodes)
     plan.tape.leaves = {node: leaf_of(node) for node in plan.tape.leaves}

@@ -82,6 +82,12 @@ def ask(node: Node, question: Question) -> Any:
     return answer
 
 
+def by_data() -> None:
+    """Note that data decide: another graph like this one may be different."""
+    if _open.notes is not None:
+        _open.notes.certain = False
+
+
 _getter = lru_cache(maxsize=4096)(attrgetter)
 
 
@@ -184,8 +190,7 @@ source index indices mask
 
 def constants(node: Node) -> list[Tensor]:
     """Saved operands that carry no gradient: data, as opposed to weights and what was computed from them."""
-    if _open.notes is not None:
-        _open.notes.certain = False
+    by_data()
     found: list[object]
     if is_custom(node):
         found = list(node.saved_tensors)
@@ -198,7 +203,7 @@ def constants(node: Node) -> list[Tensor]:
 def _holders(node: Node) -> dict[str, list[Any]]:
     """Saved tensors of a node that a checkpoint will recompute: name -> its holder, or those of a list of tensors."""
     found = {}
-    for attribute in _raw_names(type(node)):
+    for attribute in _raw_names(node):
         raw = getattr(node, attribute)
         packed = [getattr(one, "data", None) for one in (raw if isinstance(raw, tuple) else (raw,))]
         holders = [one for one in packed if hasattr(one, "handles")]
@@ -207,9 +212,13 @@ def _holders(node: Node) -> dict[str, list[Any]]:
     return found
 
 
+def _raw_names(node: Node) -> tuple[str, ...]:
+    """The saved tensors that a node has; those of a custom Function are one list."""
+    return ("_raw_saved_tensors",) if is_custom(node) else _raw_names_of(type(node))
+
+
 @lru_cache(maxsize=4096)
-def _raw_names(kind: type) -> tuple[str, ...]:
-    """The saved tensors that a node type has; those of a custom Function are one list."""
+def _raw_names_of(kind: type) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
@@ -220,7 +229,7 @@ def in_checkpoint(node: Node) -> bool:
 
 def _in_checkpoint(node: Node) -> bool:
     """All saved tensors of such a node are held back, but for numbers: one tensor that is there tells."""
-    for attribute in _raw_names(type(node)):
+    for attribute in _raw_names(node):
         raw = getattr(node, attribute)
         for one in raw if isinstance(raw, tuple) else (raw,):
             packed = getattr(one, "data", None)
@@ -336,3 +345,26 @@ def let_go(node: Node) -> None:
         for holder in held:
             if task in holder.handles:
                 holder.handles[task] = None
+
+
+Outputs = tuple[Tensor | None, ...]
+
+
+class LstmAnswer(Tensor):
+    """A cotangent for a fused LSTM node: the backward that is called with it gets its outputs from ``answer``."""
+
+    answer: Callable[[], Outputs]
+
+    @staticmethod
+    def __new__(cls, g: Tensor, answer: Callable[[], Outputs]) -> LstmAnswer:
+        found = Tensor._make_wrapper_subclass(cls, g.shape, g.stride(), dtype=g.dtype, device=g.device)
+        found.answer = answer
+        return found
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func is not torch.ops.aten.mkldnn_rnn_layer_backward.default:
+            return NotImplemented
+        return next(given for given in args if isinstance(given, cls)).answer()

@@ -10,7 +10,7 @@ from torch.autograd.graph import Node
 
 from .._errors import UnsupportedError
 from .layout import Shape
-from .saved import metadata
+from .saved import is_custom, metadata
 
 Slot = tuple[Node, int]  # a node's cotangent number nr: the gradient of the forward op's output nr
 
@@ -60,6 +60,8 @@ def op_name(node: Node) -> str:
     if name is None:
         if kind.__name__ == "CppFunction":  # the one type of all C++ nodes that PyTorch has not made a class for
             return _strip(node.name())
+        if is_custom(node):  # whose class may hold a model, and is not to be kept
+            return _strip(kind.__name__)
         name = _NAMES[kind] = _strip(kind.__name__)
     return name
 

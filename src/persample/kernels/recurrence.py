@@ -1,10 +1,11 @@
-"""One LSTM layer in one direction, replayed once for all samples to get the cotangents of its gates.
+"""One LSTM layer in one direction, replayed once for all samples to get every cotangent of its backward.
 
     a_t = W_ih x_t + W_hh h_{t-1} + b_ih + b_hh     (i, f, g, o) = (sigmoid, sigmoid, tanh, sigmoid)(a_t)
     c_t = f_t c_{t-1} + i_t g_t                     h_t = o_t tanh(c_t)
 
 With da_t the cotangent of a_t, every sample has
-dW_ih = sum_t da_t ⊗ x_t, dW_hh = sum_t da_t ⊗ h_{t-1}, db_ih = db_hh = sum_t da_t.
+dW_ih = sum_t da_t ⊗ x_t, dW_hh = sum_t da_t ⊗ h_{t-1}, db_ih = db_hh = sum_t da_t, and
+dx_t = da_t W_ih, dh_0 = da_1 W_hh, dc_0 = f_1 dc_1.
 """
 
 from dataclasses import dataclass
@@ -27,14 +28,31 @@ class LstmLayer:
     reverse: bool = False
 
 
-@torch.no_grad()
-def lstm_gate_cotangents(
-    layer: LstmLayer, d_output: Tensor | None, d_hn: Tensor | None, d_cn: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The cotangents da_t (T, B, 4h) of the gates, and the states h_{t-1} (T, B, h) that W_hh multiplied.
+@dataclass(frozen=True, slots=True)
+class LstmReplay:
+    """A layer's backward, in float32 or wider; row t belongs to row t of the input, also when it was reversed."""
 
-    Row t of both belongs to row t of the input, also when the direction is reversed. None counts as zero.
-    Half precisions are computed and returned in float32: the fused backward does so too.
+    layer: LstmLayer
+    d_gates: Tensor  # da_t, (T, B, 4h)
+    h_previous: Tensor  # h_{t-1}, which W_hh multiplied, (T, B, h)
+    d_c0: Tensor  # (B, h)
+
+    @torch.no_grad()
+    def d_input(self) -> Tensor:
+        """(T, B, d)."""
+        return self.d_gates @ self.layer.w_ih.to(self.d_gates.dtype)
+
+    @torch.no_grad()
+    def d_h0(self) -> Tensor:
+        """(B, h)."""
+        return self.d_gates[-1 if self.layer.reverse else 0] @ self.layer.w_hh.to(self.d_gates.dtype)
+
+
+@torch.no_grad()
+def replay_lstm(layer: LstmLayer, d_output: Tensor | None, d_hn: Tensor | None, d_cn: Tensor | None) -> LstmReplay:
+    """The backward of one direction for the cotangents of its outputs; None counts as zero.
+
+    Half precisions are computed in float32: the fused backward does so too.
     """
     dtype = torch.promote_types(layer.input.dtype, torch.float32)
     T, B, h = layer.output.shape
@@ -51,7 +69,7 @@ def lstm_gate_cotangents(
         if given is not None:
             scratch.copy_(given)
     _scan_back(gates, forget, to_cell, layer.w_hh.to(dtype), d_output.to(dtype), dh, dc, steps)
-    return gates.view(T, B, 4 * h), h_previous
+    return LstmReplay(layer, gates.view(T, B, 4 * h), h_previous, dc)
 
 
 def _around(initial: Tensor, T: int, reverse: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -108,10 +126,9 @@ def _scan_back(
     dc: Tensor,
     steps: range,
 ) -> None:
-    """Multiply the local derivatives by the cotangents, last step first; overwrites gates, dh and dc."""
-    T, B = gates.shape[:2]
+    """Multiply the local derivatives by the cotangents, last step first; overwrites gates and dh, leaves dc_0 in dc."""
     through_c, through_h = gates[:, :, :3].unbind(0), gates[:, :, 3].unbind(0)
-    rows, outer = gates.view(T, B, -1).unbind(0), d_output.unbind(0)
+    rows, outer = gates.flatten(2).unbind(0), d_output.unbind(0)
     forgets, to_cells = forget.unbind(0), to_cell.unbind(0)
     dc_rows = dc.unsqueeze(1)
     later = None

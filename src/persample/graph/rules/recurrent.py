@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor
-from torch.autograd.graph import Node
 
 from ...factors import Dense, Factor, Outer
 from ...kernels.recurrence import LstmLayer, LstmReplay, replay_lstm
@@ -80,9 +79,9 @@ def spared(site: Site, cotangents: Sequence[Tensor | None], plain: Sequence[Slot
     None if it was not replayed, or if ordinary gradients are wanted at ``plain`` that its weights lead to.
     """
     replay: LstmReplay | None = site.memo.get("replay")
-    edges = site.node.next_functions
-    if replay is None or _lead_to([child for child, _ in edges[1:5] if child is not None], plain):
+    if replay is None or _weights_lead_to(site, plain):
         return None
+    edges = site.node.next_functions
 
     def answer() -> Outputs:
         outputs: list[Tensor | None] = [None] * len(edges)
@@ -95,7 +94,7 @@ def spared(site: Site, cotangents: Sequence[Tensor | None], plain: Sequence[Slot
     return tuple(None if g is None else LstmAnswer(g, answer) for g in cotangents)
 
 
-def _lead_to(weights: Sequence[Node], plain: Sequence[Slot]) -> bool:
-    """Does one of the weights lead to one of these places?"""
+def _weights_lead_to(site: Site, plain: Sequence[Slot]) -> bool:
+    weights = [child for child, _ in site.node.next_functions[1:5] if child is not None]
     goals = {node for node, _ in plain}
     return not goals.isdisjoint(weights) or bool(leading_to(weights, goals))
