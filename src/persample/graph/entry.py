@@ -20,10 +20,10 @@ from .custom import taught
 from .interaction import interactions
 from .invoke import is_opaque
 from .layout import Layout
+from .notes import noting
 from .plan import Plan, plan
 from .recall import outline, recall, remember
 from .roots import Roots, slot_of
-from .saved import noting
 from .tape import Slot, Tape, walk
 
 

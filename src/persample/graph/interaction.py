@@ -18,6 +18,7 @@ from .assign import Map
 from .flows.fibres import BATCH_NORMS, normalises_batch
 from .layout import Labels, Layout, sample_dims
 from .names import READS, WEIGHT_VIEWS
+from .notes import ask
 from .site import Flow, computes_with_data
 from .tape import Tape, is_leaf, op_name
 
@@ -97,7 +98,7 @@ def _partly_separable(tape: Tape, map: Map) -> set[Node]:
 
 def _holds_batch_data(tape: Tape, node: Node, batch: int) -> bool:
     """Does a batched node compute with a constant of B rows? It cannot be told from data of the batch."""
-    return computes_with_data(tape, node) and bool(saved.ask(node, partial(_has_rows, batch=batch)))
+    return computes_with_data(tape, node) and bool(ask(node, partial(_has_rows, batch=batch)))
 
 
 def _has_rows(node: Node, batch: int) -> bool:

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from .invoke import call_each
 from .layout import NOBODY, Block, Labels, Layout, Shape, carry, labels, sample_dims, simplify, strides
+from .notes import by_data
 from .roots import Roots
-from .saved import by_data, metadata
+from .saved import metadata
 from .site import Fate, Flow, Site
 from .tape import Slot, Tape
 

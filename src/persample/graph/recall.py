@@ -19,9 +19,10 @@ from torch.autograd.graph import Node
 from .assign import Map
 from .invoke import is_opaque
 from .layout import Labels, Layout
+from .notes import Notes, Question
 from .plan import Plan
 from .roots import Roots
-from .saved import Notes, Question, metadata
+from .saved import metadata
 from .site import Sites
 from .tape import Slot, Tape, is_leaf, leaf_of
 

@@ -6,8 +6,6 @@ behaviours used here.
 Non-reentrant checkpointing lets every saved tensor be unpacked once per backward, and recomputes a region once per
 backward that unpacks anything of it. A read during the backward would use up the node's own turn; `unpacked_often`
 lifts that limit, so that reading costs no recomputation beyond the engine's own.
-
-Whoever wants to know what a plan was based on opens `noting` around its making: every answer is then written down.
 """
 
 from __future__ import annotations
@@ -15,8 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from operator import attrgetter
-from threading import local
 from typing import Any, TypeGuard
 
 import torch
@@ -25,76 +21,14 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
+from .notes import ask, by_data, note
+
 _UNSIGNED = 1 << 64
-
-Question = Callable[[Node], Any]
-
-
-class Notes:
-    """What was asked of nodes, and the answers; not ``certain`` if some were data, which no later graph will share."""
-
-    __slots__ = ("answers", "certain")
-
-    def __init__(self) -> None:
-        self.answers: list[tuple[Node, Question, Any]] = []
-        self.certain = True
-
-    def add(self, node: Node, question: Question, answer: Any) -> None:
-        held = answer if isinstance(answer, (tuple, list)) else (answer,)
-        if any(isinstance(one, Tensor) for one in held):
-            self.certain = False
-        else:
-            self.answers.append((node, question, answer))
-
-
-class _Open(local):
-    notes: Notes | None = None
-
-
-_open = _Open()
-
-
-@contextmanager
-def _noted_in(notes: Notes | None) -> Iterator[None]:
-    before, _open.notes = _open.notes, notes
-    try:
-        yield
-    finally:
-        _open.notes = before
-
-
-@contextmanager
-def noting() -> Iterator[Notes]:
-    """Write down all that this thread reads of nodes."""
-    notes = Notes()
-    with _noted_in(notes):
-        yield notes
-
-
-def ask(node: Node, question: Question) -> Any:
-    """The answer to a question that may read anything of a node, noted as one."""
-    notes = _open.notes
-    if notes is None:
-        return question(node)
-    with _noted_in(None):
-        answer = question(node)
-    notes.add(node, question, answer)
-    return answer
-
-
-def by_data() -> None:
-    """Note that data decide: another graph like this one may be different."""
-    if _open.notes is not None:
-        _open.notes.certain = False
-
-
-_getter = lru_cache(maxsize=4096)(attrgetter)
 
 
 def _read(node: Node, name: str) -> Any:
     found = getattr(node, f"_saved_{name}")
-    if _open.notes is not None:
-        _open.notes.add(node, _getter(f"_saved_{name}"), found)
+    note(node, f"_saved_{name}", found)
     return found
 
 

@@ -1,0 +1,85 @@
+"""What was asked of a graph's nodes while it was planned: the answers that a remembered plan relies on.
+
+Whoever wants to know opens `noting`: every answer is then written down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from operator import attrgetter
+from threading import local
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+Question = Callable[[Node], Any]
+
+
+class Notes:
+    """What was asked of nodes, and the answers; not ``certain`` if some were data, which no later graph will share."""
+
+    __slots__ = ("answers", "certain")
+
+    def __init__(self) -> None:
+        self.answers: list[tuple[Node, Question, Any]] = []
+        self.certain = True
+
+    def add(self, node: Node, question: Question, answer: Any) -> None:
+        held = answer if isinstance(answer, (tuple, list)) else (answer,)
+        if any(isinstance(one, Tensor) for one in held):
+            self.certain = False
+        else:
+            self.answers.append((node, question, answer))
+
+
+class _Open(local):
+    notes: Notes | None = None
+
+
+_open = _Open()
+
+
+@contextmanager
+def _noted_in(notes: Notes | None) -> Iterator[None]:
+    before, _open.notes = _open.notes, notes
+    try:
+        yield
+    finally:
+        _open.notes = before
+
+
+@contextmanager
+def noting() -> Iterator[Notes]:
+    """Write down all that this thread reads of nodes."""
+    notes = Notes()
+    with _noted_in(notes):
+        yield notes
+
+
+def ask(node: Node, question: Question) -> Any:
+    """The answer to a question that may read anything of a node, noted as one."""
+    notes = _open.notes
+    if notes is None:
+        return question(node)
+    with _noted_in(None):
+        answer = question(node)
+    notes.add(node, question, answer)
+    return answer
+
+
+def by_data() -> None:
+    """Note that data decide: another graph like this one may be different."""
+    if _open.notes is not None:
+        _open.notes.certain = False
+
+
+def note(node: Node, attribute: str, found: Any) -> None:
+    """Note what an attribute of a node was found to be."""
+    if _open.notes is not None:
+        _open.notes.add(node, _getter(attribute), found)
+
+
+_getter = lru_cache(maxsize=4096)(attrgetter)
