@@ -21,7 +21,7 @@ from .custom import taught
 from .fallback import push_masked
 from .invoke import call, is_opaque, sum_to
 from .layout import Layout, labels
-from .plan import Plan
+from .plan import Plan, Route
 from .pullback import lifted, pull
 from .roots import Roots
 from .rules import RULES, Use, by_probe
@@ -62,7 +62,7 @@ class Capture:
         finally:
             for handle in handles:
                 handle.remove()
-        left = [*self.pending, *[node for node in self.map.batched if node not in self.done and not is_leaf(node)]]
+        left = [*self.pending, *[node for node in self.plan.rest if node not in self.done and not is_leaf(node)]]
         with torch.no_grad():
             if any(saved.in_checkpoint(node) for node in left):
                 saved.in_own_task(lambda: self._finish(cotangents))  # one recomputation of each region for all of them
@@ -111,10 +111,20 @@ class Capture:
             instead = spared(site, grads, self.plain)
             site.forget()
         for k in outputs:
-            slot = site.edges[k]
-            assert slot is not None
-            self._add(slot, found.get(k))
+            route = self.plan.direct.get((node, k))
+            if route is None:
+                self._add(site.edges[k], found.get(k))
+            elif k in found:
+                self._send(found[k], route)
         return instead
+
+    def _send(self, factor: Factor | None, route: Route) -> None:
+        """Through the views of a parameter that is used nowhere else."""
+        views, leaf = route
+        for view in views:
+            assert factor is not None
+            factor = lifted(self.map.sites[view], factor)
+        self._deliver(leaf, factor)
 
     def _factors(
         self, site: Site, outputs: Sequence[int], cotangents: Sequence[Tensor | None], layouts: Sequence[Layout | None]
@@ -155,15 +165,20 @@ class Capture:
 
     def _note(self, site: Site, k: int, notes: dict[tuple[str, str], str]) -> None:
         """Remember to say that this op was slow, once per parameter."""
-        slot = site.edges[k]
-        assert slot is not None
-        for name, _ in self.parameters_below(slot[0]):
+        for name in self._names_below(site, k):
             notes.setdefault(
                 (site.name, name),
                 f"persample has no fast rule for {site.name} on its way to parameter {name!r} "
                 f"(cotangents of shape {[tuple(s) for s in site.shapes]}, output {k}): the answer is exact, but "
                 f"{self.map.batch} samples go through this op one at a time.",
             )
+
+    def _names_below(self, site: Site, k: int) -> list[str]:
+        route, slot = self.plan.direct.get((site.node, k)), site.edges[k]
+        if route is not None:
+            return self.names[id(self.tape.leaves[route[1]])]
+        assert slot is not None
+        return [name for name, _ in self.parameters_below(slot[0])]
 
     def parameters_below(self, node: Node) -> list[tuple[str, str]]:
         """The parameters that a node leads to, each with the node types on one way there."""
@@ -189,8 +204,9 @@ class Capture:
                 self.map.sites[other].recomputed = saved.read_ahead(other)
                 saved.let_go(other)
 
-    def _add(self, slot: Slot, factor: Factor | None) -> None:
+    def _add(self, slot: Slot | None, factor: Factor | None) -> None:
         """One contribution to a shared tensor's factor has come, or turned out to be nothing."""
+        assert slot is not None
         arrived = [(slot, factor)]
         while arrived:
             (node, nr), term = arrived.pop()
@@ -220,8 +236,8 @@ class Capture:
     def _finish(self, cotangents: dict[Slot, Tensor]) -> None:
         """Take what the engine returned, and pull back what is left, from the losses down."""
         self._take_requested(cotangents)
-        for node in self.tape.order:
-            if node not in self.map.batched or node in self.done:
+        for node in self.plan.rest:
+            if node in self.done:
                 continue
             if is_leaf(node):
                 self._deliver(node, self._take((node, 0)))

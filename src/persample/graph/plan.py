@@ -12,7 +12,10 @@ from torch.autograd.graph import Node
 from .assign import Map, assign
 from .names import WEIGHT_VIEWS
 from .roots import Roots
+from .saved import is_custom
 from .tape import Slot, Tape, is_leaf, leading_to, op_name, walk
+
+Route = tuple[tuple[Node, ...], Node]  # views of a parameter from the nearest to the last, and its leaf
 
 
 @dataclass(slots=True)
@@ -24,6 +27,8 @@ class Plan:
     frontier: dict[Node, list[int]] = field(default_factory=dict)  # separable node -> outputs into shared tensors
     hooked: list[Node] = field(default_factory=list)  # frontier nodes on the way to others: caught in passing
     requested: list[Slot] = field(default_factory=list)  # cotangents that the engine is to return
+    direct: dict[tuple[Node, int], Route] = field(default_factory=dict)  # the one use of a parameter -> its way there
+    rest: list[Node] = field(default_factory=list)  # batched nodes on no such way, from the losses down
     waiting: dict[Node, int] = field(default_factory=dict)  # batched node -> contributions that will come to it
     activations: int = 0  # about how many numbers the forward pass has kept
 
@@ -72,8 +77,33 @@ def plan(
         if crossing or going_on:
             inner.add(node)
     found.waiting = _contributions(found)
+    found.direct = _routes(found)
+    passed = {node for views, leaf in found.direct.values() for node in (*views, leaf)}
+    found.rest = [node for node in tape.order if node in batched and node not in passed]
     found.activations = _activations(found)
     return found
+
+
+def _routes(plan: Plan) -> dict[tuple[Node, int], Route]:
+    """From every use of a parameter that is its only one, through its views."""
+    found: dict[tuple[Node, int], Route] = {}
+    edges, waiting = plan.tape.edges, plan.waiting
+    for node, outputs in plan.frontier.items():
+        for k in outputs:
+            views: list[Node] = []
+            slot = edges[node][k]
+            while slot is not None and waiting[slot[0]] == 1 and _is_view(plan.tape, slot[0]):
+                views.append(slot[0])
+                (slot,) = edges[slot[0]]
+            if slot is not None and waiting[slot[0]] == 1 and is_leaf(slot[0]):
+                found[node, k] = tuple(views), slot[0]
+    return found
+
+
+def _is_view(tape: Tape, node: Node) -> bool:
+    return (
+        op_name(node) in WEIGHT_VIEWS and not is_custom(node) and len(tape.edges[node]) == len(tape.shapes(node)) == 1
+    )
 
 
 def _contributions(plan: Plan) -> dict[Node, int]:

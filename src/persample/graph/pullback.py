@@ -15,6 +15,7 @@ from .fallback import loops, push_stacked
 from .flows.shapes import slice_of
 from .layout import Shape
 from .registry import registrar
+from .saved import is_custom
 from .site import Site
 
 Lift = Callable[[Site, Factor, Shape], Factor | None]
@@ -122,7 +123,9 @@ def _table(site: Site, factor: Factor, target: Shape) -> Factor | None:
 def lifted(site: Site, factor: Factor) -> Factor | None:
     """The factor of a node's one input without stacking, if the node is a view or a cast."""
     lift = LIFTS.get(site.name)
-    return None if lift is None or len(site.shapes) != 1 else lift(site, factor, site.target(0))
+    if lift is None or len(site.shapes) != 1 or is_custom(site.node):
+        return None
+    return lift(site, factor, site.target(0))
 
 
 def pull(site: Site, factors: Sequence[Factor | None], batch: int) -> tuple[dict[int, Factor], bool]:

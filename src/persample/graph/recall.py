@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -89,9 +89,9 @@ def outline(
                 nodes.append(child)
             key += (number, nr)
         key += [tuple(about.shape) for about in metadata(node)]
-    key += [terms, *[(numbers.get(node), nr) for node, nr in plain]]
-    key.append(frozenset([(numbers.get(node), nr, layout) for (node, nr), layout in known.items()]))
-    return Outline(nodes, tuple(key))
+    wanted = tuple([(numbers.get(node), nr) for node, nr in plain])
+    facts = frozenset([(numbers.get(node), nr, layout) for (node, nr), layout in known.items()])
+    return Outline(nodes, (tuple(key), wanted, facts, terms))
 
 
 _OP, _LEAF, _OPAQUE = "op", "leaf", "opaque"
@@ -122,40 +122,35 @@ def remember(seen: Outline, plan: Plan, notes: Notes) -> None:
     if not notes.certain:
         return
     numbers = {node: i for i, node in enumerate(seen.nodes)}
-    kept = {*plan.frontier, *plan.map.batched, *[node for node, _ in plan.requested]}
-    tape, there = plan.tape, plan.map
-    order = [node for node in tape.order if node in kept]
-    trimmed = Plan(
-        Tape(
-            order,
-            {node: tape.edges[node] for node in order},
-            dict.fromkeys([node for node in order if node in tape.leaves]),  # type: ignore[arg-type]  # not the tensors
-            tape.others,
-            _shapes={node: tape.shapes(node) for node in order},
-        ),
-        Map(
-            there.batch,
-            there.sites,
-            {slot: state for slot, state in there.cotangents.items() if slot[0] in kept},
-            {use: fate for use, fate in there.flows.items() if use[0] in plan.frontier},
-            there.batched,
-        ),
-        plan.frontier,
-        plan.hooked,
-        plan.requested,
-        plan.waiting,
-        plan.activations,
-    )
     answers = [(numbers[node], question, answer) for node, question, answer in notes.answers]
-    _PLANS[seen.key] = _Remembered(_renamed(trimmed, numbers), answers)
+    _PLANS[seen.key] = _Remembered(_renamed(_trimmed(plan), numbers), answers)
     while len(_PLANS) > _MOST:
         _PLANS.popitem(last=False)
+
+
+def _trimmed(plan: Plan) -> Plan:
+    """What a capture needs of a plan: the nodes that it calls upon, and no tensors."""
+    tape, there = plan.tape, plan.map
+    views = [view for path, _ in plan.direct.values() for view in path]
+    asked = [*plan.frontier, *[node for node, _ in plan.requested]]
+    called = dict.fromkeys([*asked, *views, *plan.rest])
+    shown = Tape(
+        [],
+        {node: tape.edges[node] for node in called},
+        dict.fromkeys(tape.leaves),  # type: ignore[arg-type]
+        tape.others,
+        _shapes={node: tape.shapes(node) for node in [*called, *tape.leaves]},
+    )
+    cotangents = {slot: state for slot, state in there.cotangents.items() if slot[0] in set(asked)}
+    flows = {use: fate for use, fate in there.flows.items() if use[0] in plan.frontier}
+    waiting = {node: plan.waiting[node] for node in plan.rest}
+    return replace(plan, tape=shown, map=Map(there.batch, Sites(shown), cotangents, flows), waiting=waiting)
 
 
 def _renamed(plan: Plan, names: Any) -> Plan:
     """The same plan, with ``names[node]`` for every node."""
     tape = Tape(
-        [names[node] for node in plan.tape.order],
+        [],
         {
             names[node]: tuple([None if slot is None else (names[slot[0]], slot[1]) for slot in edges])
             for node, edges in plan.tape.edges.items()
@@ -169,7 +164,6 @@ def _renamed(plan: Plan, names: Any) -> Plan:
         Sites(tape),
         {(names[node], nr): state for (node, nr), state in plan.map.cotangents.items()},
         {(names[node], k): fate for (node, k), fate in plan.map.flows.items()},
-        {names[node] for node in plan.map.batched},
     )
     return Plan(
         tape,
@@ -177,6 +171,11 @@ def _renamed(plan: Plan, names: Any) -> Plan:
         {names[node]: outputs for node, outputs in plan.frontier.items()},
         [names[node] for node in plan.hooked],
         [(names[node], nr) for node, nr in plan.requested],
+        {
+            (names[node], k): (tuple([names[view] for view in views]), names[leaf])
+            for (node, k), (views, leaf) in plan.direct.items()
+        },
+        [names[node] for node in plan.rest],
         {names[node]: count for node, count in plan.waiting.items()},
         plan.activations,
     )
