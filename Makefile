@@ -2,17 +2,22 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PEERS := .venv-peers
+PEERS_STAMP := $(PEERS)/.installed
+RESULTS := build/benchmarks
 # One torch thread per worker: the workers are the parallelism.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all bench bench-expanded lint clean
+.PHONY: help demo test test-all bench bench-peers bench-scaling bench-docs bench-pages bench-expanded lint clean
 
 help:
 	@echo "make demo      train a small CNN on the digits, show and check its per-sample gradients"
 	@echo "make test      lint, types and tests (what CI runs)"
 	@echo "make test-all  the same with the slow tests"
-	@echo "make bench     the benchmarks; make bench-expanded: against PyTorch's expanded weights"
+	@echo "make bench     the benchmarks (5 minutes); make bench-expanded: against PyTorch's expanded weights"
+	@echo "make bench-peers, bench-scaling   against Opacus, BackPACK, torch.func; how cost grows (10 minutes each)"
+	@echo "make bench-docs                   both, and the figures in docs/ made from them"
 	@echo "make lint      ruff and mypy only"
 	@echo "make clean     remove .venv and all caches"
 
@@ -38,11 +43,34 @@ test-all: lint
 	$(PYTEST)
 
 bench: $(STAMP)
-	$(BIN)/python -m benchmarks.run
+	$(BIN)/python -m benchmarks.run --json $(RESULTS)/bench.json
+
+# The peers bring no torch with them: theirs is the one in constraints.txt.
+$(PEERS_STAMP): pyproject.toml constraints.txt benchmarks/peers.txt
+	@echo "installing into $(PEERS) (a few minutes the first time)"
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet -c constraints.txt -e '.[bench]'
+	$(PEERS)/bin/python -m pip install --quiet --no-deps -r benchmarks/peers.txt
+	@touch $@
+
+bench-peers: $(PEERS_STAMP)
+	$(PEERS)/bin/python -m benchmarks.run --peers --json $(RESULTS)/peers.json
+
+bench-scaling: $(PEERS_STAMP)
+	$(PEERS)/bin/python -m benchmarks.scaling --json $(RESULTS)/scaling.json
+
+# What docs/ shows: new figures, then the tables and plots that are made from them.
+bench-docs: bench-peers bench-scaling
+	cp $(RESULTS)/peers.json $(RESULTS)/scaling.json docs/benchmarks/
+	$(MAKE) bench-pages
+
+bench-pages: $(PEERS_STAMP)
+	$(PEERS)/bin/python -m benchmarks.tables docs/benchmarks.md
+	$(PEERS)/bin/python -m benchmarks.plots docs/benchmarks/peers.json docs/benchmarks/scaling.json --out docs/images
 
 bench-expanded: $(STAMP)
 	$(BIN)/python -m benchmarks.expanded
 
 clean:
-	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(PEERS) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,9 +1,10 @@
-"""What is compared: everything that can be done with the losses of a forward pass."""
+"""What is compared: the plain step, the library's functions, and what others offer for the same."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from torch import Tensor
 
@@ -12,66 +13,76 @@ from persample.graph.entry import capture
 from persample.graph.plan import plan
 from persample.graph.roots import Roots
 
+from . import peers
+from .contender import MAX_NORM, Contender, from_losses
 from .workloads import Task
-
-After = Callable[[Tensor], object]  # what follows the forward pass
 
 
 @dataclass(frozen=True)
 class Method:
-    """A contender."""
+    """A way to get ``kind``: "gradients" and "clipped sums" by name, or "norms"."""
 
     name: str
     title: str
-    prepare: Callable[[Task], After]
+    kind: str
+    prepare: Callable[[Task], Contender]
+    needs: str = "torch"  # the package that it is part of
     with_forward: bool = True  # is the forward pass part of its time?
-    writes_out: bool = False  # gigabytes of gradients leave caches and pages cold for whoever comes next
+
+    def installed(self) -> bool:
+        return find_spec(self.needs) is not None
 
 
-def _plain(task: Task) -> After:
-    def after(losses: Tensor) -> None:
+def _plain(task: Task) -> Contender:
+    def gradient(losses: Tensor) -> Mapping[str, Tensor | None]:
         losses.sum().backward()
-        task.model.zero_grad(set_to_none=True)
+        return {name: p.grad for name, p in task.params().items()}
 
-    return after
+    return Contender(task.losses, gradient, lambda: task.model.zero_grad(set_to_none=True))
 
 
-def _walk(task: Task) -> After:
+def _walk(task: Task) -> Contender:
     params = list(task.params().values())
-    return lambda losses: plan(Roots.of_losses(losses), params)
+    return from_losses(task, lambda losses: plan(Roots.of_losses(losses), params))
 
 
-def _capture(task: Task) -> After:
+def _capture(task: Task) -> Contender:
     params = task.params()
-    return lambda losses: capture(losses, params, retain_graph=False)
+    return from_losses(task, lambda losses: capture(losses, params, retain_graph=False))
 
 
-def _grad(task: Task) -> After:
-    return lambda losses: ps.grad(losses, task.model)
+def _grad(task: Task) -> Contender:
+    return from_losses(task, lambda losses: ps.grad(losses, task.model))
 
 
-def _grad_out(task: Task) -> After:
+def _grad_out(task: Task) -> Contender:
     buffers = ps.grad(task.losses(), task.model)
-    return lambda losses: ps.grad(losses, task.model, out=buffers)
+    return from_losses(task, lambda losses: ps.grad(losses, task.model, out=buffers))
 
 
-def _norms(task: Task) -> After:
-    return lambda losses: ps.norms(losses, task.model)
+def _norms(task: Task) -> Contender:
+    return from_losses(task, lambda losses: ps.norms(losses, task.model))
 
 
-def _clipped_sum(task: Task) -> After:
-    return lambda losses: ps.clipped_sum(losses, task.model, max_norm=1.0)
+def _clipped_sum(task: Task) -> Contender:
+    return from_losses(task, lambda losses: ps.clipped_sum(losses, task.model, max_norm=MAX_NORM))
 
 
-METHODS = {
-    m.name: m
-    for m in [
-        Method("plain", "forward and losses.sum().backward()", _plain),
-        Method("walk", "walk and layouts, without forward", _walk, with_forward=False),
-        Method("capture", "forward and factors, nothing stacked", _capture),
-        Method("norms", "forward and ps.norms", _norms),
-        Method("clipped_sum", "forward and ps.clipped_sum", _clipped_sum),
-        Method("grad", "forward and ps.grad into new buffers", _grad, writes_out=True),
-        Method("grad_out", "forward and ps.grad(out=)", _grad_out, writes_out=True),
-    ]
-}
+PLAIN = Method("plain", "plain step", "plain", _plain)
+TABLE = [
+    Method("walk", "the graph read and planned, without forward", "engine", _walk, with_forward=False),
+    Method("capture", "forward and factors, nothing stacked", "engine", _capture),
+    Method("norms", "ps.norms", "norms", _norms),
+    Method("clipped_sum", "ps.clipped_sum", "clipped sums", _clipped_sum),
+    Method("grad_out", "ps.grad(out=)", "gradients", _grad_out),
+    Method("grad", "ps.grad", "gradients", _grad),
+    Method("vmap", "torch.func", "gradients", peers.vmap),
+    Method("expanded", "ExpandedWeights", "gradients", peers.expanded),
+    Method("opacus-hooks", "Opacus", "gradients", peers.opacus_hooks, needs="opacus"),
+    Method("opacus-ghost", "Opacus ghost", "clipped sums", peers.opacus_ghost, needs="opacus"),
+    Method("backpack-grad", "BackPACK", "gradients", peers.backpack_grad, needs="backpack"),
+    Method("backpack-norms", "BackPACK norms", "norms", peers.backpack_norms, needs="backpack"),
+]
+METHODS = {m.name: m for m in [PLAIN, *TABLE]}
+OURS = ["plain", "walk", "capture", "norms", "clipped_sum", "grad_out", "grad"]
+AGAINST_PEERS = ["plain", *(m.name for m in TABLE if m.kind != "engine")]

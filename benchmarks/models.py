@@ -99,7 +99,7 @@ class GPTBlock(nn.Module):
         q, k, v = (part.view(B, T, self.heads, -1).transpose(1, 2) for part in self.qkv(self.norm1(x)).split(d, dim=2))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(B, T, d))
-        return x + self.mlp(self.norm2(x))
+        return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
 
 
 class GPT(nn.Module):
@@ -112,10 +112,12 @@ class GPT(nn.Module):
         self.blocks = nn.Sequential(*[GPTBlock(width, heads) for _ in range(layers)])
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
+        self.shared_positions = True  # peers that look at modules need them once per sample
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.token(ids) + self.position(torch.arange(ids.shape[1]))
-        return self.head(self.norm(self.blocks(x)))
+        places = torch.arange(ids.shape[1])
+        x = self.token(ids) + self.position(places if self.shared_positions else places.repeat(len(ids), 1))
+        return self.head(self.norm(self.blocks(x)))  # type: ignore[no-any-return]
 
 
 class LSTMClassifier(nn.Module):
@@ -128,4 +130,24 @@ class LSTMClassifier(nn.Module):
         self.head = nn.Linear(width, classes)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.lstm(self.embedding(ids))[0][:, -1])
+        return self.head(self.lstm(self.embedding(ids))[0][:, -1])  # type: ignore[no-any-return]
+
+
+class UnrolledLSTM(nn.LSTM):
+    """One layer, step by step in ordinary ops, for those who cannot look into the fused one."""
+
+    weight_ih_l0: Tensor
+    weight_hh_l0: Tensor
+    bias_ih_l0: Tensor
+    bias_hh_l0: Tensor
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        """Of (B, T, d) the outputs (B, T, p)."""
+        h = c = x.new_zeros(len(x), self.hidden_size)
+        inputs, outputs = F.linear(x, self.weight_ih_l0, self.bias_ih_l0 + self.bias_hh_l0), []
+        for gates in inputs.unbind(1):
+            i, f, g, o = (gates + F.linear(h, self.weight_hh_l0)).chunk(4, dim=1)
+            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+            h = o.sigmoid() * c.tanh()
+            outputs.append(h)
+        return torch.stack(outputs, dim=1), None

@@ -1,73 +1,158 @@
-"""`make bench`: what per-sample gradients cost, as ratios to a plain step, in a table and as JSON."""
+"""`make bench` and `make bench-peers`: the cost of each method as a ratio to a plain step, in a table and as JSON.
+
+Every workload and method has a process of its own, one after the other.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from . import environment, memory
-from .measure import Effort, measure
-from .methods import METHODS
-from .workloads import DEFAULT, WORKLOADS
+from . import environment
+from .methods import AGAINST_PEERS, METHODS, OURS
+from .processes import run_worker
+from .workloads import DEFAULT, MAIN, WORKLOADS
 
-FULL = Effort(rounds=100, budget=8.0)
-QUICK = Effort(rounds=5, budget=1.5, fewest=2, warm_up=0)  # the check before it is the warm-up
 DISTURBED = 0.1  # cores used by others; threads that wait for each other suffer most
-
-COLUMNS = (
-    ("workload", 10),
-    ("B", 4),
-    ("plain ms", 9),
-    ("walk+layouts", 15),
-    ("capture", 12),
-    ("norms", 12),
-    ("clipped_sum", 12),
-    ("grad(out=)", 12),
-    ("grad", 14),
-    ("MB: activations + plain/norms/clipped_sum/grad", 46),
-)
+FULL = {"rounds": 100, "budget": 2.5, "fewest": 3, "warm-up": 1}
+SHORT = {**FULL, "budget": 1.0}  # for what nobody is compared with
+QUICK = {"rounds": 3, "budget": 0.5, "fewest": 2, "warm-up": 0}  # the check before it is the warm-up
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print a row as soon as it is known, and write the JSON at the end."""
+    """Measure, print a figure as soon as it is known, and write the JSON at the end."""
     args = _arguments(argv)
-    effort = QUICK if args.quick else FULL
-    if args.rounds is not None:
-        effort = replace(effort, rounds=args.rounds)
-    with_memory = not (args.quick or args.no_memory)
+    workloads = args.workloads or (MAIN if args.peers else DEFAULT)
+    methods = args.methods or (AGAINST_PEERS if args.peers else OURS)
     torch.set_num_threads(args.threads)
     where = environment.describe()
-    print(_heading(where), flush=True)
-    results = []
-    for name in args.workloads:
-        result = measure(WORKLOADS[name], effort).as_json()
-        result["extra_bytes"] = memory.peaks(name, args.threads) if with_memory else None
-        results.append(result)
-        print(_row(result), flush=True)
-    print(_notes(results))
-    if args.json is not None:
-        report = {"environment": where, "effort": asdict(effort), "methods": _titles(), "results": results}
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    print(heading(where), flush=True)
+    print(f"{'workload':<12}{'B':>4}" + "".join(f"{name:>16}" for name in methods), flush=True)
+    rows = []
+    for workload in workloads:
+        print(f"{workload:<12}{WORKLOADS[workload].batch:>4}", end="", flush=True)
+        for method in methods:
+            row = measured(method, [workload], worker_options(_effort(method, args.quick), args))[0]
+            rows.append(row)
+            print(f"{cell(row):>16}", end="", flush=True)
+        print()
+    print("\n".join(["", *_memory_table(rows, workloads, methods), "", *notes(rows)]))
+    write(args.json, report(where, rows))
     return 0
+
+
+def measured(method: str, workloads: Sequence[str], options: Sequence[str], timeout: float = 120) -> list[Any]:
+    """A row per workload, also for those that the worker did not come to."""
+    missing = {"method": method, "status": "stopped"}
+    try:
+        found = {row["workload"]: row for row in run_worker(method, workloads, options, timeout)}
+    except RuntimeError as crash:
+        found, missing = {}, {"method": method, "status": "crashed", "reason": str(crash).strip().splitlines()[-1]}
+    return [found.get(name, {"workload": name, **missing}) for name in workloads]
+
+
+def _effort(method: str, quick: bool) -> dict[str, float]:
+    if quick:
+        return QUICK
+    return SHORT if METHODS[method].kind in ("plain", "engine") else FULL
+
+
+def worker_options(effort: dict[str, float], args: argparse.Namespace) -> list[str]:
+    if args.rounds is not None:
+        effort = {**effort, "rounds": args.rounds}
+    options = [part for name, value in effort.items() for part in (f"--{name}", str(value))]
+    return [*options, "--threads", str(args.threads), *([] if args.no_memory else ["--memory"])]
+
+
+def report(where: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """All that tables and plots are made from."""
+    methods, workloads = {row["method"]: 0 for row in rows}, {row["workload"]: 0 for row in rows}
+    return {
+        "environment": where,
+        "methods": {name: {"title": METHODS[name].title, "kind": METHODS[name].kind} for name in methods},
+        "workloads": {name: _workload(name) for name in workloads},
+        "rows": rows,
+    }
+
+
+def _workload(name: str) -> dict[str, Any]:
+    w = WORKLOADS[name]
+    return {"title": w.title, "batch": w.batch, "group": w.group, "value": w.value}
+
+
+def write(path: Path | None, found: dict[str, Any]) -> None:
+    """One row per line, so that a change in it is one line of a diff."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    head = {name: part for name, part in found.items() if name != "rows"}
+    lines = ",\n".join(json.dumps(row) for row in found["rows"])
+    path.write_text(json.dumps(head, indent=1)[:-2] + f',\n "rows": [\n{lines}\n]\n}}\n')
+    print(f"written to {path}")
+
+
+def cell(row: dict[str, Any]) -> str:
+    """The median ratio and (best against best), or why there is none; the plain step itself in ms."""
+    if row["status"] != "ok":
+        return str(row["status"])
+    if row["method"] == "plain":
+        return f"{row['ms']['median']:.1f} ms"
+    return f"{row['ratio']['median']:.2f} ({row['ratio']['min']:.2f})"
+
+
+def heading(where: dict[str, Any]) -> str:
+    machine = f"torch {where['torch']}, {where['threads']} threads on {where['cores']} cores of {where['cpu']}"
+    commit = (where["commit"] or "no commit")[:12] + (" with changes in src" if where["source_changed"] else "")
+    meaning = "ratios to a plain step (forward + backward), median over rounds and (best against best)"
+    return "\n".join(["", f"{where['date']}  {commit}", machine, meaning, ""])
+
+
+def _memory_table(rows: Sequence[dict[str, Any]], workloads: Sequence[str], methods: Sequence[str]) -> Iterator[str]:
+    """What a step holds at most, activations included, in MB."""
+    held = {(row["workload"], row["method"]): row.get("bytes") for row in rows}
+    if any(held.values()):
+        yield "peak memory of a step in MB, activations included"
+        for name in workloads:
+            sizes = [held[name, method] for method in methods]
+            yield f"{name:<16}" + "".join(f"{sum(s.values()) / 1e6:16.0f}" if s else f"{'-':>16}" for s in sizes)
+
+
+def notes(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """What a cell cannot hold: reasons, slow paths, and how far other programs disturbed."""
+    told: dict[str, list[str]] = {}
+    for row in rows:
+        said = [f"{row['status']}, {row['reason']}"] if "reason" in row else []
+        for text in [*said, *(f"slow path, {path}" for path in row.get("slow_paths", ()))]:
+            told.setdefault(f"{row['method']}: {text}", []).append(row["workload"])
+    yield from (f"{text} ({', '.join(where)})" for text, where in told.items())
+    busy = [row["others"] for row in rows if row.get("others", 0) > DISTURBED]
+    if busy:
+        yield f"doubtful: in {len(busy)} of {len(rows)} cases other programs kept up to {max(busy)} cores busy"
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=DEFAULT, metavar="NAME")
-    parser.add_argument("--rounds", type=_positive, help=f"timed rounds per workload, at most (default {FULL.rounds})")
+    parser.add_argument("--peers", action="store_true", help="other libraries, too, on the main workloads")
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, metavar="NAME")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, metavar="NAME")
+    parser.epilog = f"workloads: {', '.join(WORKLOADS)}; methods: {', '.join(METHODS)}"
+    add_common(parser)
+    return parser.parse_args(argv)
+
+
+def add_common(parser: argparse.ArgumentParser) -> None:
+    """What all suites understand."""
+    parser.add_argument("--rounds", type=_positive, help="timed rounds, at most")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write all figures and the environment here")
-    parser.add_argument("--quick", action="store_true", help="few rounds and no memory: less than half a minute")
+    parser.add_argument("--quick", action="store_true", help="few rounds, to see that it runs")
     parser.add_argument("--no-memory", action="store_true", help="leave out peak memory")
     parser.add_argument("--threads", type=_positive, default=2)
-    parser.epilog = "workloads: " + ", ".join(WORKLOADS)
-    return parser.parse_args(argv)
 
 
 def _positive(text: str) -> int:
@@ -75,63 +160,6 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
     return value
-
-
-def _titles() -> dict[str, str]:
-    return {method.name: method.title for method in METHODS.values()}
-
-
-def _heading(where: dict[str, Any]) -> str:
-    machine = f"torch {where['torch']}, {where['threads']} threads on {where['cores']} cores of {where['cpu']}"
-    commit = (where["commit"] or "no commit")[:12] + (" with changes in src" if where["source_changed"] else "")
-    meaning = "ratios to a plain step (forward + backward), median over rounds and (best against best)"
-    return "\n".join(["", f"{where['date']}  {commit}", machine, meaning, "", _line([name for name, _ in COLUMNS])])
-
-
-def _row(result: dict[str, Any]) -> str:
-    methods = result["methods"]
-    walk = methods["walk"]["ratio"]
-    return _line(
-        [
-            result["workload"],
-            str(result["batch"]),
-            f"{methods['plain']['ms']['median']:.1f}",
-            f"{walk['median']:.1%} ({walk['min']:.1%})",
-            *[_ratio(methods[name]["ratio"]) for name in ("capture", "norms", "clipped_sum", "grad_out", "grad")],
-            _memory(result["extra_bytes"]),
-        ]
-    )
-
-
-def _memory(extra: dict[str, int] | None) -> str:
-    """What the forward pass keeps, and how far each method rises above that."""
-    if not extra:
-        return "-"
-    above = " / ".join(f"{extra[name] / 1e6:.0f}" for name in memory.MEASURED)
-    return f"{extra['activations'] / 1e6:.0f} + {above}"
-
-
-def _ratio(ratio: dict[str, float]) -> str:
-    return f"{ratio['median']:.2f} ({ratio['min']:.2f})"
-
-
-def _line(cells: Sequence[str]) -> str:
-    """Cells under their headings: the first to the left, numbers to the right."""
-    padded = [f"{cell:>{width}}" for cell, (_, width) in zip(cells, COLUMNS, strict=True)]
-    return "  ".join([f"{cells[0]:<{COLUMNS[0][1]}}", *padded[1:]])
-
-
-def _notes(results: Sequence[dict[str, Any]]) -> str:
-    """What a row cannot hold: the workloads in full, and where a slow path was taken."""
-    lines = [""]
-    for r in results:
-        graph = f"{r['graph_nodes']} graph nodes, {r['probed_nodes']} probed"
-        size = f"{r['parameters'] / 1e6:.2f}M parameters"
-        lines.append(f"{r['workload']:<10}  {r['title']}: {size}, {graph}, {r['rounds']} rounds")
-        if (r["others"] or 0) > DISTURBED:
-            lines.append(f"{'':<10}  doubtful: other programs kept {r['others']:.1f} cores busy meanwhile")
-        lines += [f"{'':<10}  slow path: {text}" for text in r["warnings"]]
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ class Workload:
     inputs: Inputs
     losses_fn: Callable[..., Tensor]
     group: str = "main"
+    value: int = 0  # the size that a curve varies
 
     def build(self, batch: int | None = None) -> Task:
         """The same weights and data every time."""
@@ -56,7 +57,7 @@ def classification(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 def next_token(model: nn.Module, ids: Tensor) -> Tensor:
     """The mean cross entropy over a sample's positions; ids is (B, T + 1)."""
-    logits = model(ids[:, :-1])
+    logits = model(ids[:, :-1].contiguous())  # Opacus views them
     return F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none").mean(1)
 
 
@@ -92,14 +93,29 @@ def _gpt_row(
     vocabulary: int,
     length: int,
     group: str = "main",
+    value: int = 0,
 ) -> Workload:
     title = f"GPT, width {width}, {layers} layers, vocabulary {vocabulary}, T={length}"
     model = partial(models.GPT, width, layers, heads, vocabulary, length)
-    return Workload(name, title, batch, model, partial(_text, vocabulary, length), next_token, group)
+    return Workload(name, title, batch, model, partial(_text, vocabulary, length), next_token, group, value)
+
+
+CURVES = {
+    "batch": [1, 2, 8, 32, 128, 512],
+    "length": [16, 64, 256, 512, 1024, 2048],
+    "width": [32, 64, 128, 256, 512],
+    "layers": [1, 2, 4, 8, 16, 32],
+}
+SMALL_GPT = {"batch": 4, "width": 64, "layers": 2, "heads": 4, "vocabulary": 256, "length": 64}
+
+
+def _curve(size: str) -> list[Workload]:
+    """A small GPT with one of its sizes varied."""
+    return [_gpt_row(f"{size}-{n}", **{**SMALL_GPT, size: n}, group=size, value=n) for n in CURVES[size]]
 
 
 # main: what the project is judged by; overhead: many small ops, so that the engine's own time shows;
-# tiny: for the tests of this package.
+# tiny: for the tests of this package; batch, length, width, layers: how cost grows.
 TABLE = [
     _images_row("mlp", "MLP 784-1024-1024-10", 256, (784,), partial(models.mlp, [784, 1024, 1024, 10])),
     _images_row("cnn", "MNIST-style CNN", 256, (1, 28, 28), models.mnist_cnn),
@@ -130,7 +146,18 @@ TABLE = [
     _images_row("mlp-deep", "MLP, 50 layers of width 32", 32, (32,), partial(models.mlp, [32] * 50 + [10]), "overhead"),
     _images_row("tiny-cnn", "the same CNN", 4, (1, 28, 28), models.mnist_cnn, "tiny"),
     _gpt_row("tiny-gpt", batch=3, width=16, layers=2, heads=2, vocabulary=20, length=5, group="tiny"),
+    Workload(
+        "tiny-lstm",
+        "the same LSTM, narrow",
+        3,
+        partial(models.LSTMClassifier, 10, 4, 10),
+        partial(_labelled_text, 10, 5),
+        classification,
+        "tiny",
+    ),
+    *[workload for size in CURVES for workload in _curve(size)],
 ]
 
 WORKLOADS = {w.name: w for w in TABLE}
-DEFAULT = [w.name for w in TABLE if w.group != "tiny"]
+DEFAULT = [w.name for w in TABLE if w.group in ("main", "overhead")]
+MAIN = [w.name for w in TABLE if w.group == "main"]

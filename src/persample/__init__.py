@@ -3,7 +3,7 @@
 from . import expanded, nn, testing
 from ._errors import InteractionError, NonFiniteError, PerformanceWarning, UnsupportedError
 from ._version import __version__
-from .api import grad
+from .api import empty_cache, grad
 from .call import call_for_per_sample_grads
 from .explain import Explanation, explain
 from .factors import Factor
@@ -50,6 +50,7 @@ __all__ = [
     "call_for_per_sample_grads",
     "clipped_sum",
     "dot",
+    "empty_cache",
     "expanded",
     "explain",
     "grad",

@@ -14,6 +14,7 @@ from ._errors import UnsupportedError
 from .factors import Factor
 from .graph.entry import capture_into
 from .graph.saved import SEES_CHECKPOINTS
+from .kernels.pages import POOL, fresh
 from .params import Params, named, pack
 
 Buffers = Mapping[str, Tensor] | Sequence[Tensor]
@@ -65,7 +66,8 @@ def grad(
 
     Returns:
         (B, *shape) per parameter: a dict for a module or a mapping, a tuple for a sequence. Parameters that the
-        losses do not reach get zeros; frozen ones are left out of a dict.
+        losses do not reach get zeros; frozen ones are left out of a dict. On Linux, the storage of a result of 64 MB or
+        more cannot be resized.
     """
     tensors = named(params)
     check_losses(losses)
@@ -80,6 +82,21 @@ def grad(
         for buffer in missing.values():
             buffer.zero_()
     return pack(params, buffers)
+
+
+def empty_cache() -> None:
+    """Release the memory that is kept on the CPU to be used again by the next call.
+
+    >>> import persample as ps
+    >>> ps.empty_cache()
+
+    Temporaries of `reduce` and all that is made from it are written into pages that earlier calls have used, because
+    fresh ones are slow; what the last few calls did not use is released without being asked. Results own their memory.
+
+    Args: none.
+    Returns: None.
+    """
+    POOL.empty()
 
 
 @contextmanager
@@ -127,7 +144,7 @@ def check_losses(losses: Tensor) -> None:
 def _buffers(out: Buffers | None, params: Mapping[str, Tensor], batch: int) -> dict[str, Tensor]:
     """Where the results go, by parameter name in the order of ``params``: ``out``, checked, or new tensors."""
     if out is None:
-        return {n: torch.empty((batch, *p.shape), dtype=p.dtype, device=p.device) for n, p in params.items()}
+        return {name: fresh((batch, *p.shape), p.dtype, p.device) for name, p in params.items()}
     given = dict(out) if isinstance(out, Mapping) else {str(i): t for i, t in enumerate(out)}
     if set(given) != set(params):
         raise ValueError(f"out must hold one buffer per parameter: expected {list(params)}, got {list(given)}")

@@ -12,6 +12,7 @@ from torch import Tensor
 from .api import boundary, check_losses
 from .factors import Workspace
 from .graph.entry import capture_into
+from .kernels.pages import POOL
 from .params import Params, named, pack
 from .reductions import Call, ClippedSum, Clipping, Reduction, Run
 
@@ -130,6 +131,7 @@ def start(
     max_memory: int | None,
 ) -> tuple[Run, Callable[[int], None] | None]:
     """A run of the reductions; and, where memory was not bounded, whom to tell what the forward pass has kept."""
+    POOL.begin_call()
     space = Workspace(max_memory)
 
     def default_limit(activations: int) -> None:

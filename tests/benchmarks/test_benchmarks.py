@@ -6,18 +6,18 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import memory, run
-from benchmarks.measure import Effort, Timing, check, measure
-from benchmarks.methods import METHODS
-from benchmarks.workloads import DEFAULT, TABLE, WORKLOADS, Task
-
-TINY = ["tiny-cnn", "tiny-gpt"]
+from benchmarks import memory, processes, run, scaling, worker
+from benchmarks.measure import Effort, Timing, spread, take_turns, whole_step
+from benchmarks.methods import METHODS, OURS, PLAIN
+from benchmarks.workloads import CURVES, DEFAULT, TABLE, WORKLOADS
 
 
 @pytest.fixture(autouse=True)
@@ -29,59 +29,80 @@ def _own_threads() -> Iterator[None]:
 
 
 @pytest.fixture
-def report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str]:
-    """What a run with two rounds writes and prints."""
-    path = tmp_path / "bench.json"
-    assert run.main(["--quick", "--threads", "1", "--rounds", "2", "--json", str(path), "--workloads", *TINY]) == 0
-    return json.loads(path.read_text()), capsys.readouterr().out
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers without the seconds that a process takes to start."""
+
+    def run_worker(method: str, workloads: list[str], options: list[str], timeout: float) -> list[Any]:
+        with redirect_stdout(StringIO()) as printed:
+            worker.main([method, *workloads, *options])
+        return processes.rows(printed.getvalue().encode())
+
+    monkeypatch.setattr(run, "run_worker", run_worker)
+    monkeypatch.setattr(worker, "forked", lambda function, *args: function(*args))
 
 
-def test_json_and_table(report: tuple[dict[str, Any], str]) -> None:
-    written, printed = report
-    assert set(written) == {"environment", "effort", "methods", "results"}
+@pytest.mark.usefixtures("in_this_process")
+def test_json_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, names = tmp_path / "new" / "bench.json", ["tiny-cnn", "tiny-gpt"]
+    options = ["--quick", "--threads", "1", "--rounds", "2", "--no-memory", "--json", str(path)]
+    assert run.main([*options, "--workloads", *names]) == 0
+    written, printed = json.loads(path.read_text()), capsys.readouterr().out
     assert {"torch", "threads", "cpu", "date", "commit", "source_changed"} <= set(written["environment"])
     assert written["environment"]["torch"] == torch.__version__
     assert written["environment"]["threads"] == 1
-    assert set(written["methods"]) == set(METHODS)
-    assert [r["workload"] for r in written["results"]] == TINY
-    for result in written["results"]:
-        _assert_result(result)
-        assert re.search(rf"^{result['workload']} +{result['batch']} .*\d\.\d\d \(\d+\.\d\d\)", printed, re.MULTILINE)
+    assert list(written["workloads"]) == names
+    assert list(written["methods"]) == OURS
+    assert [(row["workload"], row["method"]) for row in written["rows"]] == [(w, m) for w in names for m in OURS]
+    for row in written["rows"]:
+        _assert_row(row)
+    for name in names:
+        assert re.search(rf"^{name} +{WORKLOADS[name].batch} .*\d\.\d\d \(\d+\.\d\d\)", printed, re.MULTILINE)
 
 
-def _assert_result(result: dict[str, Any]) -> None:
-    assert result["batch"] == WORKLOADS[result["workload"]].batch
-    assert result["parameters"] > 0
-    assert result["graph_nodes"] > 10
-    assert result["probed_nodes"] == 0, "an ordinary network needs no probe"
-    assert result["warnings"] == [], "an ordinary network takes no slow path"
-    assert result["rounds"] == 2
-    assert result["others"] is None or result["others"] >= 0
-    assert result["extra_bytes"] is None
-    assert set(result["methods"]) == set(METHODS)
-    for method in result["methods"].values():
-        assert len(method["seconds"]) == 2
-        assert 0 < method["ms"]["min"] <= method["ms"]["median"]
-        assert set(method["ratio"]) == {"min", "median"}
-    assert result["methods"]["plain"]["ratio"] == {"min": 1, "median": 1}
+def _assert_row(row: dict[str, Any]) -> None:
+    assert row["status"] == "ok"
+    assert row["error"] < 1e-5
+    assert row["parameters"] > 0
+    assert row["rounds"] == 2
+    assert row["others"] >= 0
+    assert row["slow_paths"] == [], "an ordinary network takes no slow path"
+    assert 0 < row["ms"]["min"] <= row["ms"]["q1"] <= row["ms"]["median"] <= row["ms"]["q3"]
+    assert set(row["ratio"]) == {"min", "q1", "median", "q3"}
 
 
-def test_ratios() -> None:
-    seconds = {"plain": [1.0, 2.0, 4.0], "grad": [3.0, 2.0, 8.0]}
-    timing = Timing(
-        WORKLOADS["tiny-cnn"],
-        parameters=1,
-        nodes=1,
-        probed=0,
-        seconds=seconds,
-        plain=dict.fromkeys(seconds, seconds["plain"]),
-    )
-    assert timing.ratio("grad") == {"min": 2.0, "median": 2.0}
+@pytest.mark.usefixtures("in_this_process")
+def test_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "scaling.json"
+    monkeypatch.setattr(scaling, "LIMITS", {})  # one of memory would hold for the tests that follow
+    options = ["--quick", "--threads", "1", "--rounds", "1", "--no-memory", "--points", "2", "--json", str(path)]
+    assert scaling.main([*options, "--curves", "batch", "--methods", "plain", "norms"]) == 0
+    written = json.loads(path.read_text())
+    assert [(row["workload"], row["status"]) for row in written["rows"]] == [("batch-1", "ok"), ("batch-2", "ok")] * 2
+    assert written["workloads"]["batch-2"]["value"] == 2
+    assert "norms" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_sizes_beyond_a_long_step_are_left() -> None:
+    options = ["--rounds", "1", "--threads", "1", "--longest", "0"]
+    rows = run.measured("norms", ["batch-1", "batch-2"], options)
+    assert [row["status"] for row in rows] == ["ok", "stopped"]
+
+
+def test_a_ratio_is_taken_within_a_round() -> None:
+    found = Timing(mine=[3.0, 2.0, 8.0], plain=[1.0, 2.0, 4.0]).as_json()
+    assert found["ratio"] == {"min": 2.0, "q1": 1.5, "median": 2.0, "q3": 2.5}
+    assert found["ms"]["min"] == 2000.0
+
+
+def test_a_spread_of_one_value() -> None:
+    assert spread([2.0]) == {"min": 2.0, "q1": 2.0, "median": 2.0, "q3": 2.0}
 
 
 def test_budget_ends_a_run() -> None:
-    timing = measure(WORKLOADS["tiny-gpt"], Effort(rounds=1000, budget=0.0, fewest=1, warm_up=0))
-    assert [len(times) for times in timing.seconds.values()] == [1] * len(METHODS)
+    plain = PLAIN.prepare(WORKLOADS["tiny-gpt"].build())
+    timing = take_turns(plain, lambda: whole_step(plain), Effort(rounds=1000, budget=0.0, fewest=1, warm_up=0))
+    assert len(timing.mine) == len(timing.plain) == 1
 
 
 def test_memory_is_taken_in_a_process_of_its_own() -> None:
@@ -92,16 +113,21 @@ def test_memory_is_taken_in_a_process_of_its_own() -> None:
 
 def test_a_process_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "false")
-    with pytest.raises(RuntimeError, match=r"false -m benchmarks\.memory tiny-gpt plain --threads 1 failed"):
+    with pytest.raises(RuntimeError, match=r"false -m benchmarks\.worker plain tiny-gpt --threads 1 .* failed"):
         memory.peaks("tiny-gpt", threads=1)
 
 
-def test_wrong_gradients_are_not_timed() -> None:
-    task = WORKLOADS["tiny-cnn"].build()
-    passes = iter([1.0, 2.0])
-    crooked = Task(task.model, task.inputs, lambda *args: task.losses_fn(*args) * next(passes))
-    with pytest.raises(ArithmeticError, match="do not add up"):
-        check(crooked)
+def test_a_crash_does_not_end_the_suite(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "false")
+    assert [row["status"] for row in run.measured("norms", ["batch-1", "batch-2"], [])] == ["crashed", "crashed"]
+
+
+def test_a_process_that_takes_too_long_is_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    slow = tmp_path / "slow"
+    slow.write_text('#!/bin/sh\necho \'{"workload": "a", "status": "ok"}\'\nprintf \'{"workl\'\nexec sleep 60\n')
+    slow.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(slow))
+    assert processes.run_worker("norms", ["a", "b"], timeout=0.3) == [{"workload": "a", "status": "ok"}]
 
 
 @pytest.mark.parametrize("workload", [w for w in TABLE if w.name in DEFAULT], ids=lambda w: w.name)
@@ -111,6 +137,19 @@ def test_workloads_give_one_loss_per_sample(workload: Any) -> None:
     assert losses.requires_grad
 
 
+def test_curves_vary_one_size() -> None:
+    for size, values in CURVES.items():
+        assert [w.value for w in TABLE if w.group == size] == values
+    assert WORKLOADS["batch-8"].build().losses().shape == (8,)
+    assert WORKLOADS["length-64"].build().inputs[0].shape == (4, 65)
+    assert WORKLOADS["width-128"].model().get_parameter("head.weight").shape == (256, 128)
+    assert len(WORKLOADS["layers-4"].model().blocks) == 4  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(("name", "millions"), [("mlp", 1.86), ("resnet", 2.8), ("gpt", 5.75), ("mlp-deep", 0.052)])
 def test_workloads_have_the_sizes_they_are_known_by(name: str, millions: float) -> None:
     assert sum(p.numel() for p in WORKLOADS[name].model().parameters()) / 1e6 == pytest.approx(millions, rel=0.02)
+
+
+def test_methods_are_told_apart() -> None:
+    assert len({m.title for m in METHODS.values()}) == len(METHODS)

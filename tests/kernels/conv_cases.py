@@ -99,6 +99,7 @@ CASES = {
     "2d-depthwise-multiplier": case((6, 5), (3, 3), padding=1, groups=4, d=1, p=3),
     "2d-depthwise-large": case((8, 8), (5, 5), padding=2, stride=2, groups=4, d=1, p=1),
     "2d-vectorised": case((6, 5), (3, 3), padding=1, groups=2, d=8, p=16),
+    "2d-first-layer": case((6, 5), (3, 3), padding=1, d=3, p=16),
     "2d-pointwise": case((4, 5), (1, 1)),
     "2d-pointwise-stride": case((4, 5), (1, 1), stride=(2, 3)),
     "2d-pointwise-pad": case((4, 5), (1, 1), padding=(1, 2), stride=(1, 2)),

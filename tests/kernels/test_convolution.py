@@ -2,22 +2,22 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from persample.kernels import convolution
+from persample.kernels import conv_kernels
 from persample.kernels.conv_select import applicable
-from persample.kernels.convolution import KERNELS, choose, weight_per_sample
+from persample.kernels.convolution import KERNELS, choose, explain_choice, use_kernel, weight_per_sample
 from tests.kernels.conv_cases import CASES, Case, case
 
 EACH_KERNEL = [
-    pytest.param(c, kernel, id=f"{name}-{kernel}")
-    for name, c in CASES.items()
-    for kernel in applicable(c.weight_size, c.geometry)
+    pytest.param(c, kernel, id=f"{name}-{kernel}") for name, c in CASES.items() for kernel in applicable(c.weight_size)
 ]
 
 
@@ -48,7 +48,7 @@ def test_chosen_kernel(c: Case) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kernel", applicable(CASES["2d-pad"].weight_size, CASES["2d-pad"].geometry))
+@pytest.mark.parametrize("kernel", applicable(CASES["2d-pad"].weight_size))
 def test_half_precision_is_rounded_once(kernel: str, dtype: torch.dtype) -> None:
     c = CASES["2d-pad"]
     x, dy = c.tensors(3, 2, dtype)
@@ -80,7 +80,7 @@ def test_any_strides(name: str, arrange: Callable[[Tensor], Tensor]) -> None:
     c = CASES[name]
     x, dy = c.tensors(3, 2)
     expected = c.reference(x, dy)
-    for kernel in applicable(c.weight_size, c.geometry):
+    for kernel in applicable(c.weight_size):
         for x_, dy_ in [(arrange(x), dy), (x, arrange(dy)), (arrange(x), arrange(dy))]:
             assert_exact(weight_per_sample(x_, dy_, c.weight_size, c.geometry, kernel=kernel), expected)
 
@@ -91,16 +91,16 @@ def test_expanded_cotangent(name: str) -> None:
     c = CASES[name]
     x, dy = c.tensors(3, 2)
     ones = torch.ones((), dtype=x.dtype).expand(dy.shape)
-    for kernel in applicable(c.weight_size, c.geometry):
+    for kernel in applicable(c.weight_size):
         actual = weight_per_sample(x, ones, c.weight_size, c.geometry, kernel=kernel)
         assert_exact(actual, c.reference(x, ones))
 
 
 @pytest.mark.parametrize("kernel", ["unfold", "shifted"])
-@pytest.mark.parametrize("name", ["2d-pad", "2d-groups", "2d-depthwise", "3d", "1d-crop-beyond-stride"])
+@pytest.mark.parametrize("name", ["2d-pad", "2d-groups-stride", "2d-depthwise", "3d", "1d-crop-beyond-stride"])
 def test_batch_in_several_steps(name: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     c = CASES[name]
-    monkeypatch.setattr(convolution, "CACHE_BYTES", 1)
+    monkeypatch.setattr(conv_kernels, "CACHE_BYTES", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     x, dy = c.tensors(5, 2)
     actual = weight_per_sample(x, dy, c.weight_size, c.geometry, kernel=kernel)
@@ -113,7 +113,7 @@ def test_out(name: str, layout: str) -> None:
     c = CASES[name]
     x, dy = c.tensors(3, 1)
     size = math.prod(c.weight_size)
-    for kernel in applicable(c.weight_size, c.geometry):
+    for kernel in applicable(c.weight_size):
         wide = torch.full((3, size + 7), math.nan, dtype=torch.float64)
         out = {
             "contiguous": torch.full((3, *c.weight_size), math.nan, dtype=torch.float64),
@@ -128,7 +128,7 @@ def test_out(name: str, layout: str) -> None:
         torch.testing.assert_close(out.double(), c.reference(x, dy), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("kernel", applicable(CASES["2d-pad"].weight_size, CASES["2d-pad"].geometry))
+@pytest.mark.parametrize("kernel", applicable(CASES["2d-pad"].weight_size))
 def test_no_images_give_zeros(kernel: str) -> None:
     c = CASES["2d-pad"]
     x, dy = c.tensors(3, 0)
@@ -152,7 +152,7 @@ def test_nan_stays_in_its_sample(c: Case, kernel: str) -> None:
 def test_inputs_with_a_graph() -> None:
     c = CASES["2d-pad"]
     x, dy = c.tensors(3, 1)
-    for kernel in applicable(c.weight_size, c.geometry):
+    for kernel in applicable(c.weight_size):
         actual = weight_per_sample(x.requires_grad_(), dy, c.weight_size, c.geometry, kernel=kernel)
         assert not actual.requires_grad
         assert_exact(actual, c.reference(x, dy))
@@ -161,8 +161,8 @@ def test_inputs_with_a_graph() -> None:
 def test_kernel_that_cannot() -> None:
     c = CASES["2d-stride-divides"]
     x, dy = c.tensors(2, 1)
-    with pytest.raises(ValueError, match=r"'shifted' cannot do this; choose from \('library', 'unfold'\)"):
-        weight_per_sample(x, dy, c.weight_size, c.geometry, kernel="shifted")
+    with pytest.raises(ValueError, match=r"'pointwise' cannot do this; choose from \('library', 'unfold', 'shifted'\)"):
+        weight_per_sample(x, dy, c.weight_size, c.geometry, kernel="pointwise")
 
 
 def test_out_of_another_shape() -> None:
@@ -187,6 +187,88 @@ def test_out_of_another_shape() -> None:
 def test_choice_is_the_measured_one(samples: int, c: Case, names: set[str]) -> None:
     out_size = c.geometry.output_size(c.size, c.kernel)
     assert choose(samples, 1, c.weight_size, c.size, out_size, c.geometry) in names
+
+
+def test_a_kernel_can_be_preferred() -> None:
+    c, pointwise = case((4, 4), (3, 3), padding=1, d=256, p=256), case((4, 4), (1, 1))
+
+    def names() -> list[str]:
+        return [choose(32, 1, each.weight_size, (4, 4), (4, 4), each.geometry) for each in (c, pointwise)]
+
+    usual = names()
+    assert usual == ["unfold", "pointwise"]
+    with use_kernel("library"):
+        assert names() == ["library", "library"]
+        with use_kernel("pointwise"):
+            assert names() == usual
+        assert names() == ["library", "library"]
+    assert names() == usual
+
+
+def test_a_preferred_kernel_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+    for name, kernel in KERNELS.items():
+        monkeypatch.setitem(KERNELS, name, lambda *args, _name=name, _run=kernel: ran.append(_name) or _run(*args))
+    c = CASES["2d-pad"]
+    x, dy = c.tensors(2, 1)
+    for name in applicable(c.weight_size):
+        with use_kernel(name):
+            assert_exact(weight_per_sample(x, dy, c.weight_size, c.geometry), c.reference(x, dy))
+    assert ran == list(applicable(c.weight_size))
+
+
+def test_preference_ends_with_an_error() -> None:
+    c = CASES["2d-pad"]
+    usual = choose(3, 1, c.weight_size, c.size, c.size, c.geometry)
+    other = next(name for name in applicable(c.weight_size) if name != usual)
+    with pytest.raises(RuntimeError, match="stop"), use_kernel(other):
+        raise RuntimeError("stop")
+    assert choose(3, 1, c.weight_size, c.size, c.size, c.geometry) == usual
+
+
+def test_unknown_kernel() -> None:
+    with pytest.raises(ValueError, match=r"there is no kernel 'winograd'; choose from"), use_kernel("winograd"):
+        pass
+
+
+@pytest.mark.parametrize("c", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("samples", [0, 3])
+def test_choice_has_the_least_estimate(c: Case, samples: int) -> None:
+    x, dy = c.tensors(samples, 1)
+    choice = explain_choice(samples, 1, c.weight_size, x.shape[3:], dy.shape[3:], c.geometry)
+    assert set(choice.milliseconds) == set(KERNELS) - {"pointwise"}
+    if math.prod(c.kernel) == 1:
+        assert choice.kernel == "pointwise"
+    else:
+        assert choice.milliseconds[choice.kernel] == min(choice.milliseconds.values())
+
+
+class Copies(TorchDispatchMode):
+    """Names of the ops that write tensors, other than products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in ("clone", "copy_", "constant_pad_nd", "_to_copy"):
+            self.seen.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_channels_last_is_not_copied_for_products() -> None:
+    """Neither side of a pointwise convolution, and not the cotangents of others."""
+    pointwise, plain = case((4, 4), (1, 1), d=8, p=8), case((4, 4), (3, 3), padding=1, d=8, p=8)
+    for c, kernel, expected in [
+        (pointwise, "pointwise", []),
+        (plain, "unfold", ["constant_pad_nd", "copy_"]),
+        (plain, "shifted", ["constant_pad_nd", "copy_"] + 9 * ["copy_"]),
+    ]:
+        x, dy = map(channels_last, c.tensors(3, 1))
+        with Copies() as copies:
+            actual = weight_per_sample(x, dy, c.weight_size, c.geometry, kernel=kernel)
+        assert copies.seen == expected
+        assert_exact(actual, c.reference(x, dy))
 
 
 def test_choice_is_the_same_for_the_exchanged_roles() -> None:
@@ -230,9 +312,9 @@ def test_random_geometry(data: st.DataObject) -> None:
     )
     x, dy = c.tensors(data.draw(st.integers(0, 4), "samples"), data.draw(st.integers(0, 3), "images"))
     expected = c.reference(x, dy)
-    for kernel_name in applicable(c.weight_size, c.geometry):
+    for kernel_name in applicable(c.weight_size):
         assert_exact(weight_per_sample(x, dy, c.weight_size, c.geometry, kernel=kernel_name), expected)
 
 
 def test_every_kernel_is_tried() -> None:
-    assert {kernel for c in CASES.values() for kernel in applicable(c.weight_size, c.geometry)} == set(KERNELS)
+    assert {kernel for c in CASES.values() for kernel in applicable(c.weight_size)} == set(KERNELS)

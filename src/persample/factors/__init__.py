@@ -8,7 +8,24 @@ from .combine import Sum, View, combine
 from .convolution import Convolution
 from .dense import Dense, Masked
 from .outer import Outer
+from .part import Part
 from .rows import Rows
+from .together import bounded_sums, family, find_norms
 from .workspace import Workspace
 
-__all__ = ["Convolution", "Dense", "Factor", "Masked", "Outer", "Rows", "Sum", "View", "Workspace", "combine"]
+__all__ = [
+    "Convolution",
+    "Dense",
+    "Factor",
+    "Masked",
+    "Outer",
+    "Part",
+    "Rows",
+    "Sum",
+    "View",
+    "Workspace",
+    "bounded_sums",
+    "combine",
+    "family",
+    "find_norms",
+]

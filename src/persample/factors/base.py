@@ -8,8 +8,9 @@ Inner products are real: a complex gradient counts as the vector of its real and
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from math import prod
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -59,7 +60,7 @@ class Factor(ABC):
     @property
     def nbytes(self) -> int:
         """How much memory the factor keeps alive."""
-        return sum(t.nbytes for t in self.tensors)
+        return sum([t.nbytes for t in self.tensors])
 
     @abstractmethod
     def stack(self, out: Tensor | None = None) -> Tensor:
@@ -83,6 +84,25 @@ class Factor(ABC):
         """The size of `stack()`."""
         return self.batch * self.numel * self.dtype.itemsize
 
+    @property
+    def kin(self) -> Hashable:
+        """Equal for factors that can be asked `together`; None for those that cannot."""
+        return None
+
+    def together(self, group: Sequence[Self]) -> Factor:
+        """The samples of a ``group`` of kin to which this factor belongs, one factor's after another's."""
+        raise NotImplementedError(f"{type(self).__name__} has no kin")
+
+    @property
+    def cancels(self) -> bool:
+        """Can the terms that `weighted_sum` adds up for one sample cancel?"""
+        return True
+
+    @property
+    def measured(self) -> Factor:
+        """The factor whose norms these are."""
+        return self
+
     def prefers_stack(self, reused: bool) -> bool:
         """Is writing the gradients out the fastest way to their norms, or to norms and sums if it is ``reused``?"""
         return True
@@ -98,17 +118,37 @@ class Factor(ABC):
         """(B, stop - start): a range of every flattened gradient; None if that costs as much as all of it."""
         return None
 
+    @property
+    def knows_norms(self) -> bool:
+        """Have norms been computed?"""
+        return hasattr(self, "_norms")
+
     def norms(self, space: Workspace | None = None) -> Tensor:
         """(B,): the norm of every gradient, in float64 (computed once)."""
-        if not hasattr(self, "_norms"):
+        return self.own_norms(space).clone()
+
+    def own_norms(self, space: Workspace | None = None) -> Tensor:
+        """The same, only to be read."""
+        if not self.knows_norms:
             if self.batch and self.numel:
                 self._norms = self._compute_norms(space or Workspace())
             else:
                 self._norms = torch.zeros(self.batch, dtype=widest(self.device), device=self.device)
-        return self._norms.clone()
+        return self._norms
 
     def _compute_norms(self, space: Workspace) -> Tensor:
         return torch.cat([row_norms(part) for _, part in self.stacks(space)])
+
+    def share_norms(self, group: Sequence[Self], space: Workspace) -> None:
+        """Let a ``group`` of kin to which this factor belongs know their norms."""
+        whole, shape = self.together(group), (len(group), self.batch)
+        for factor, norms in zip(group, whole.own_norms(space).view(shape), strict=True):
+            factor._norms = norms
+        if hasattr(whole, "_doubtful"):
+            marked = torch.zeros(whole.batch, dtype=torch.bool, device=self.device)
+            marked[whole._doubtful] = True
+            for factor, marks in zip(group, marked.view(shape), strict=True):
+                factor._doubtful = marks.nonzero().squeeze(1)
 
     def _norms_by_gram(
         self,
@@ -122,15 +162,17 @@ class Factor(ABC):
         found, holds = [], []
         for left, right in parts:
             shared = memo if len(left) == self.batch * groups else None
-            norms, ok = (each.view(-1, groups) for each in gram_norms(left, right, self.dtype, shared))
-            found.append(norms.squeeze(1) if groups == 1 else row_norms(norms))
-            holds.append(ok.all(1))
+            norms, ok = gram_norms(left, right, self.dtype, shared)
+            if groups != 1:
+                norms, ok = row_norms(norms.view(-1, groups)), ok.view(-1, groups).all(1)
+            found.append(norms)
+            holds.append(ok)
         return self.checked(torch.cat(found) * scale, torch.cat(holds), space)
 
     def checked(self, norms: Tensor, holds: Tensor, space: Workspace) -> Tensor:
         """Norms that were found in a shorter way, those that do not hold computed from the gradients themselves."""
         self._doubtful = (~holds).nonzero().squeeze(1)
-        if len(self._doubtful):
+        if self._doubtful.numel():
             norms[self._doubtful] = Factor._compute_norms(self[self._doubtful], space)
         return norms
 
@@ -138,21 +180,30 @@ class Factor(ABC):
         """(B,): at least the sum of the norms of the terms that `weighted_sum` adds up for each sample."""
         return self.norms()
 
-    def bounded_sum(self, weights: Tensor, space: Workspace | None = None) -> Tensor:
+    def doubtful(self, space: Workspace | None = None) -> Tensor:
+        """Samples whose terms are so much larger than their sum that they carry their rounding into it."""
+        if not hasattr(self, "_doubtful"):
+            if not self.cancels:
+                return torch.empty(0, dtype=torch.long, device=self.device)
+            norms = self.own_norms(space)
+            if not hasattr(self, "_doubtful"):
+                dtype = wide(self.dtype).to_real()
+                digits = 1e-9 if dtype == torch.float64 else 1e-4
+                self._doubtful = (torch.finfo(dtype).eps * self.sizes() > digits * norms).nonzero().squeeze(1)
+        return self._doubtful
+
+    def bounded_sum(self, weights: Tensor, space: Workspace | None = None, apart: Tensor | None = None) -> Tensor:
         """`weighted_sum`, but no sample adds more than its weight times its norm, up to a few digits.
 
-        Terms that are far larger than the gradient they add up to would carry their rounding into the sum: the
-        gradients of such samples are written out first.
+        The gradients of doubtful samples, and of those whose weights are too small for float32, are written out
+        first. ``apart`` is `vanishing` of the weights, if it is known.
         """
-        norms = self.norms(space)
-        if not hasattr(self, "_doubtful"):
-            dtype = wide(self.dtype).to_real()
-            digits = 1e-9 if dtype == torch.float64 else 1e-4
-            self._doubtful = (torch.finfo(dtype).eps * self.sizes() > digits * norms).nonzero().squeeze(1)
-        vanishing = ((weights < _SMALLEST_WEIGHT) & (weights > 0)).nonzero().squeeze(1)
-        if not len(self._doubtful) and not len(vanishing):
+        weights = weights.to(self.device)
+        apart = vanishing(weights) if apart is None else apart.to(self.device)
+        apart = torch.cat([self.doubtful(space), apart])
+        if not apart.numel():
             return self.weighted_sum(weights, space)
-        apart = torch.cat([self._doubtful, vanishing]).unique()
+        apart = apart.unique()
         total = self.weighted_sum(weights.index_fill(0, apart, 0), space)
         return total + self[apart]._written_sum(weights[apart], space or Workspace())
 
@@ -173,6 +224,15 @@ class Factor(ABC):
             rows = real_rows(part)
             into.addmm_(weights[some].to(rows.dtype).unsqueeze(0), rows)
         return total
+
+    def weighted_sums(self, group: Sequence[Self], weights: Tensor, space: Workspace) -> Sequence[Tensor]:
+        """`weighted_sum` of every factor of a ``group`` of kin to which this one belongs."""
+        return self.together(group).sums_of_parts(len(group), weights, space)
+
+    def sums_of_parts(self, count: int, weights: Tensor, space: Workspace) -> Sequence[Tensor]:
+        """`weighted_sum` of each of ``count`` equal parts of the samples, in tensors of their own."""
+        step = self.batch // count
+        return [self[k * step : (k + 1) * step].weighted_sum(weights, space) for k in range(count)]
 
     def sum_squares(self, center: Tensor | None = None, space: Workspace | None = None) -> Tensor:
         """(*shape): Σ_b |gradient[b]|², in float32 or wider; with a ``center`` near the mean, of deviations from it.
@@ -229,6 +289,11 @@ class Factor(ABC):
             for _, part in self.stacks(space or Workspace())
         ]
         return torch.cat(found) if found else left.new_zeros(0, left.shape[1], right.shape[1])
+
+
+def vanishing(weights: Tensor) -> Tensor:
+    """Which weights are not zero, but too small for float32."""
+    return ((weights < _SMALLEST_WEIGHT) & (weights > 0)).nonzero().squeeze(1)
 
 
 def deliver(value: Tensor, out: Tensor | None) -> Tensor:

@@ -56,6 +56,14 @@ class View(Factor):
         found = self.base.elements(start, stop) if plain else None
         return None if found is None else found.to(self.dtype)
 
+    @property
+    def measured(self) -> Factor:
+        return self.base.measured if self.move.keeps else self
+
+    @property
+    def cancels(self) -> bool:
+        return self.move.keeps and self.base.cancels
+
     def prefers_stack(self, reused: bool) -> bool:
         return self.base.prefers_stack(reused) if self.move.keeps else True
 
@@ -64,6 +72,9 @@ class View(Factor):
 
     def sizes(self) -> Tensor:
         return self.base.sizes() if self.move.keeps else self.norms()
+
+    def doubtful(self, space: Workspace | None = None) -> Tensor:
+        return self.base.doubtful(space) if self.move.keeps else super().doubtful(space)
 
     def weighted_sum(self, weights: Tensor, space: Workspace | None = None) -> Tensor:
         if not self.move.keeps:
@@ -161,6 +172,8 @@ class Sum(Factor):
 
 def combine(terms: Sequence[Factor]) -> Factor:
     """The sum of ``terms``: those of one form are set one after another in time."""
+    if len(terms) == 1:
+        return terms[0]
     alike: dict[object, list[Factor]] = {}
     for position, term in enumerate(terms):
         alike.setdefault(_form(term, position), []).append(term)

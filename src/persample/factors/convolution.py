@@ -8,14 +8,18 @@ from math import prod
 import torch
 from torch import Tensor
 
+from ..kernels.conv_gram import pixel_gram_norms
 from ..kernels.convolution import Geometry, as_matrices, convolve, weight_per_sample, weight_summed
 from ..kernels.gram import ROWS
 from ..kernels.norms import row_norms, wide
 from .base import Factor, Samples, Shape, deliver
 from .workspace import Workspace
 
-# In multiplications of a matrix product: an element of a stack, written and read, or kept; an element of the patches.
-_SCRATCH, _KEPT, _PATCH = 30, 100, 30
+# What else counts, in multiplications of a matrix product: an element of a stack, written and read once or twice; of
+# patches for a stack, or of patches with transposed copies; of a Gram matrix.
+_SCRATCH, _KEPT, _PATCH, _PATCHES, _PAIR = 30, 35, 27, 96, 75
+_TEMPORARIES = 4  # of a kernel, in gradients, at most
+_LATER = 1.2  # products in a sum of all samples, later, take so much longer than for a stack
 
 
 class Convolution(Factor):
@@ -57,16 +61,42 @@ class Convolution(Factor):
     @property
     def positions(self) -> int:
         """T: places of the kernel, over all images of a sample."""
-        return self.x.shape[1] * prod((self.x if self.geometry.transposed else self.dy).shape[3:])
+        return self.x.shape[1] * prod(self._space)
+
+    @property
+    def _space(self) -> Shape:
+        """The places of the kernel, by axis."""
+        return tuple((self.x if self.geometry.transposed else self.dy).shape[3:])
 
     def prefers_stack(self, reused: bool) -> bool:
-        """As for outer products of patches and cotangents, with the patches to be written first."""
+        """Whether Gram matrices, and products later if the stack would be reused, cost more than it does."""
         T, p, d = self.positions, self.size[0] // self.geometry.groups, prod(self.size[1:])
-        return T * T * (p + d) + _PATCH * T * d > p * d * (_KEPT if reused else T + _SCRATCH)
+        gram = min(self._patch_gram_cost, self._pixel_gram_cost)
+        later = _LATER * T * p * d if reused else 0
+        return gram + later > p * d * (T + (_KEPT if reused else _SCRATCH)) + _PATCH * T * d
+
+    @property
+    def _patch_gram_cost(self) -> float:
+        """Multiplications for norms from Gram matrices of patches, of one sample and group."""
+        T, p, d = self.positions, self.size[0] // self.geometry.groups, prod(self.size[1:])
+        return T * T * (p + d + _PAIR) + _PATCHES * T * d
+
+    @property
+    def _pixel_gram_cost(self) -> float:
+        """The same with Gram matrices of pixels, which are more than the positions, but have fewer channels."""
+        T, p, d = self.positions, self.size[0] // self.geometry.groups, self.size[1]
+        return T * T * (p + _PAIR / 2) + self._pixels**2 * (d + _PAIR)
+
+    @property
+    def _pixels(self) -> int:
+        """How many pixels of a sample are read, padding included."""
+        return self.x.shape[1] * prod(self.geometry.read_size(self._space, self.size[2:]))
 
     def _compute_norms(self, space: Workspace) -> Tensor:
         if not self.positions or self.prefers_stack(False):
-            return super()._compute_norms(space)
+            return self._norms_by_stack(space)
+        if self._pixel_gram_cost <= self._patch_gram_cost:
+            return self._norms_by_pixels(space)
         dtype, T, groups = wide(self.dtype), self.positions, self.geometry.groups
         each = groups * T * (2 * min(T, ROWS) + prod(self.size[1:])) * dtype.itemsize
         parts = (
@@ -75,15 +105,35 @@ class Convolution(Factor):
         )
         return self._norms_by_gram(parts, groups, space)
 
+    def _norms_by_stack(self, space: Workspace) -> Tensor:
+        """In portions that stay in cache, with what the kernels write on the way."""
+        norms = []
+        for some in space.chunks(self.batch, _TEMPORARIES * self.numel * self.dtype.itemsize):
+            part = self[some]
+            norms.append(row_norms(part.stack(space.take((part.batch, *self.shape), self.dtype, self.device))))
+        return torch.cat(norms)
+
+    def _norms_by_pixels(self, space: Workspace) -> Tensor:
+        dtype, groups = wide(self.dtype), self.geometry.groups
+        each_bytes = 3 * groups * self._pixels * min(self._pixels, 2 * ROWS) * dtype.itemsize
+        norms, holds = [], []
+        for some in space.chunks(self.batch, each_bytes):
+            x, dy = self.x[some].to(dtype), self.dy[some].to(dtype)
+            each, ok = pixel_gram_norms(x, dy, self.size, self.geometry, self.dtype)
+            norms.append(each if groups == 1 else row_norms(each.view(-1, groups)))
+            holds.append(ok.view(-1, groups).all(1))
+        return self.checked(torch.cat(norms), torch.cat(holds), space)
+
     def sizes(self) -> Tensor:
         """As for outer products; every input is in at most as many patches as the kernel has places."""
         return row_norms(self.x) * row_norms(self.dy) * math.sqrt(prod(self.size[2:]))
 
     def weighted_sum(self, weights: Tensor, space: Workspace | None = None) -> Tensor:
-        """The library's own summed gradient, of scaled cotangents."""
+        """The library's own summed gradient, of scaled inputs or cotangents, whichever are fewer."""
         dtype = wide(self.dtype)
-        scaled = self.dy.to(dtype) * weights.to(dtype).view(-1, *[1] * (self.dy.ndim - 1))
-        return weight_summed(self.x.to(dtype), scaled, self.size, self.geometry)
+        x, dy, scale = self.x.to(dtype), self.dy.to(dtype), weights.to(dtype).view(-1, *[1] * (self.x.ndim - 1))
+        x, dy = (x * scale, dy) if x.numel() < dy.numel() else (x, dy * scale)
+        return weight_summed(x, dy, self.size, self.geometry)
 
     def dot(self, directions: Tensor, space: Workspace | None = None) -> Tensor:
         """The cotangents times the input convolved with each direction, unless the gradients serve several of them."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from ..kernels.norms import wide, widest
-from .base import Factor, Samples, Shape, deliver
+from ..kernels.norms import row_norms, wide, widest
+from .base import Factor, Samples, Shape, deliver, real_rows
 from .workspace import Workspace
 
 
@@ -16,6 +17,7 @@ class Dense(Factor):
     """value (B, *shape): scales and shifts of norms, biases, broadcast parameters, whatever was pulled back."""
 
     __slots__ = ("value",)
+    cancels = False
 
     def __init__(self, value: Tensor) -> None:
         self.value = value
@@ -41,6 +43,14 @@ class Dense(Factor):
     def __getitem__(self, samples: Samples) -> Dense:
         return Dense(self.value[samples])
 
+    @property
+    def kin(self) -> Hashable:
+        value = self.value
+        return Dense, value.shape, value.dtype, value.device
+
+    def together(self, group: Sequence[Self]) -> Factor:
+        return Dense(torch.cat([f.value for f in group]))
+
     def stack(self, out: Tensor | None = None) -> Tensor:
         return deliver(self.value, out)
 
@@ -56,11 +66,29 @@ class Dense(Factor):
     def prefers_stack(self, reused: bool) -> bool:
         return False
 
+    def _compute_norms(self, space: Workspace) -> Tensor:
+        return row_norms(self.value)
+
+    def weighted_sum(self, weights: Tensor, space: Workspace | None = None) -> Tensor:
+        if self.dtype.is_complex:
+            return super().weighted_sum(weights, space)
+        rows = real_rows(self.value)
+        return (weights.to(rows.dtype).unsqueeze(0) @ rows).view(self.shape)
+
+    def sums_of_parts(self, count: int, weights: Tensor, space: Workspace) -> Sequence[Tensor]:
+        """One batched product."""
+        if self.dtype.is_complex:
+            return super().sums_of_parts(count, weights, space)
+        rows = real_rows(self.value).view(count, len(weights), self.numel)
+        sums = weights.to(rows.dtype).expand(count, 1, len(weights)) @ rows
+        return [total.clone() for total in sums.view(count, *self.shape)]
+
 
 class Masked(Factor):
     """value (*shape) of which every element is one sample's: gradient i is value where index == i, else 0."""
 
     __slots__ = ("_batch", "index", "value")
+    cancels = False
 
     def __init__(self, value: Tensor, index: Tensor, batch: int) -> None:
         self.value, self.index, self._batch = value, index.to(value.device), batch

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from math import prod
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from ..kernels.gram import ROWS
+from ..kernels.gram import BLOCK
 from ..kernels.norms import row_norms, wide, widest
 from .base import Factor, Samples, Shape
 from .workspace import Workspace
 
-# What an element of a stack costs to write and read, in multiplications of a matrix product: once through scratch
-# memory, or kept in fresh pages and read twice.
-_SCRATCH, _KEPT = 30, 75
+# What is written and read costs as much as so many multiplications of a matrix product: an element of two Gram
+# matrices, of a stack in scratch memory, and of a stack that is kept and read twice.
+_PAIR, _SCRATCH, _KEPT = 60, 12, 30
 
 
 class Outer(Factor):
@@ -50,6 +51,20 @@ class Outer(Factor):
     def t(self) -> Outer:
         """Every gradient transposed."""
         return Outer(self.right, self.left, self.scale)
+
+    @property
+    def kin(self) -> Hashable:
+        if self.memo is not None:  # it has relatives already
+            return None
+        left = self.left
+        return Outer, left.shape, self.right.shape, self.scale, left.dtype, left.device
+
+    def together(self, group: Sequence[Self]) -> Outer:
+        return Outer(torch.cat([f.left for f in group]), torch.cat([f.right for f in group]), self.scale)
+
+    @property
+    def cancels(self) -> bool:
+        return self.positions > 1
 
     @staticmethod
     def concatenate(factors: Sequence[Outer]) -> Outer:
@@ -88,13 +103,14 @@ class Outer(Factor):
         return rows.stack().flatten(1)[:, start:stop]
 
     def prefers_stack(self, reused: bool) -> bool:
-        """Whether T²(p + d) is more than T·p·d and the stack's traffic; if it is reused, it also saves T·p·d later."""
+        """Whether half of T²(p + d) is more than T·p·d and the traffic; a stack that is reused saves T·p·d later."""
         T, p, d = self.positions, self.left.shape[-1], self.right.shape[-1]
         if T <= 1:
             return False
         if self.dtype.is_complex:
             return True
-        return T * T * (p + d) > p * d * (_KEPT if reused else T + _SCRATCH)
+        pairs, shared = T * (T + min(T, BLOCK)) // 2, self.memo is not None
+        return pairs * ((p // 2 if shared else p) + d + _PAIR) > p * d * (_KEPT if reused else T + _SCRATCH)
 
     def _compute_norms(self, space: Workspace) -> Tensor:
         if not self.positions:
@@ -116,7 +132,7 @@ class Outer(Factor):
 
     def _gram_norms(self, space: Workspace) -> Tensor:
         dtype, T, groups = wide(self.dtype), self.positions, prod(self.left.shape[1:-2])
-        some = space.chunks(self.batch, 2 * groups * min(T, ROWS) * T * dtype.itemsize)
+        some = space.chunks(self.batch, 2 * groups * min(T, BLOCK) * T * dtype.itemsize)
         both = self.left, self.right
         parts = ([t[b].to(dtype).reshape(-1, T, t.shape[-1]) for t in both] for b in some)
         return self._norms_by_gram(parts, groups, space, abs(self.scale), self.memo)
@@ -129,16 +145,27 @@ class Outer(Factor):
 
     def weighted_sum(self, weights: Tensor, space: Workspace | None = None) -> Tensor:
         """One product (weights · left)ᵀ @ right over all samples and positions."""
-        dtype = wide(self.dtype)
-        scaled = weights.to(dtype.to_real()).mul(self.scale).view(-1, *[1] * (self.left.ndim - 1))
-        left, right = self.left.to(dtype), self.right.to(dtype)
-        if left.shape[-1] <= right.shape[-1]:
-            left = left * scaled
-        else:
-            right = right * scaled
+        left, right = self._weighted(weights)
         if self.left.ndim == 3:
             return _all_positions(left, right)
         return torch.einsum("b...tp,b...td->...pd", left, right)
+
+    def sums_of_parts(self, count: int, weights: Tensor, space: Workspace) -> Sequence[Tensor]:
+        """One batched product."""
+        if self.left.ndim != 3:
+            return super().sums_of_parts(count, weights, space)
+        rows = self.batch // count * self.positions
+        left, right = (t.reshape(count, rows, t.shape[-1]) for t in self._weighted(weights.repeat(count)))
+        return [total.clone() for total in torch.bmm(left.mT, right)]
+
+    def _weighted(self, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Both sides in float32 or wider, the smaller one times weights and scale."""
+        dtype = wide(self.dtype)
+        scaled = weights.to(dtype.to_real()).view(-1, *[1] * (self.left.ndim - 1))
+        if self.scale != 1.0:
+            scaled = scaled * self.scale
+        left, right = self.left.to(dtype), self.right.to(dtype)
+        return (left * scaled, right) if left.shape[-1] <= right.shape[-1] else (left, right * scaled)
 
     def sum_squares(self, center: Tensor | None = None, space: Workspace | None = None) -> Tensor:
         """One position: Σ (l ⊗ r)² = (l²)ᵀ(r²), less the square of the mean; in float64, as little may be left."""

@@ -8,6 +8,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from ..kernels.pages import recycled
+
 __all__ = ["Workspace"]
 
 _USUAL = 2**24  # for one pass over the samples, more memory is not faster
@@ -40,5 +42,5 @@ class Workspace:
         page = self._pages.get(device)
         if page is None or len(page) < size:
             self._pages.pop(device, None)
-            page = self._pages[device] = torch.empty(size, dtype=torch.uint8, device=device)
+            page = self._pages[device] = recycled((size,), torch.uint8, device)
         return page[:size].view(dtype).view(shape)

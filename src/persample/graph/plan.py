@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -31,6 +32,7 @@ class Plan:
     rest: list[Node] = field(default_factory=list)  # batched nodes on no such way, from the losses down
     waiting: dict[Node, int] = field(default_factory=dict)  # batched node -> contributions that will come to it
     activations: int = 0  # about how many numbers the forward pass has kept
+    bundles: list[Any] = field(default_factory=list)  # frontier nodes whose factors are made together
 
 
 def plan(

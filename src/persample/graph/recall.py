@@ -77,7 +77,7 @@ def outline(
         key.append(kind)
         if form is _LEAF:
             variable = leaf_of(node)
-            key += (whose.get(id(variable)), variable.shape)
+            key += (whose.get(id(variable)), variable.shape, variable.dtype)
             continue
         for child, nr in node.next_functions:
             if child is None:
@@ -178,4 +178,5 @@ def _renamed(plan: Plan, names: Any) -> Plan:
         [names[node] for node in plan.rest],
         {names[node]: count for node, count in plan.waiting.items()},
         plan.activations,
+        [bundle.renamed(names) for bundle in plan.bundles],
     )

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from .norms import widest
 
-__all__ = ["ROWS", "gram_norms", "trusted_norms"]
+__all__ = ["BLOCK", "ROWS", "gram_norms", "trusted_norms"]
 
-ROWS = 256  # of a Gram matrix at a time
+BLOCK = 64  # rows of a Gram matrix at a time; what lies below its diagonal blocks is not computed
+ROWS = 128  # the same for pixels, in whole lines
+_REMEMBERED = 256  # rows at most of a Gram matrix that is kept
 _TRUST = {torch.float32: 1e-3, torch.float64: 1e-6}  # of the terms' size must be left: then 4 and 9 digits are right
 
 
@@ -27,24 +29,11 @@ def gram_norms(
 
     ``memo`` is for calls with the same ``left``.
     """
-    n, T = left.shape[:2]
-    squares = torch.zeros(n, dtype=widest(left.device), device=left.device)
-    size, lost = torch.zeros_like(squares), torch.zeros_like(squares)
-    least = torch.finfo(left.dtype).tiny / torch.finfo(left.dtype).eps  # below, digits are lost
-    for start in range(0, T, ROWS):
-        rows = slice(start, start + ROWS)
-        a = memo.get("gram") if memo else None
-        if a is None:
-            a = torch.bmm(left[:, rows], left.mT)
-            if memo is not None and T <= ROWS:
-                memo["gram"] = a
-        b = torch.bmm(right[:, rows], right.mT)
-        own, floored = _sizes(a.diagonal(start, 1, 2), b.diagonal(start, 1, 2), least)
-        size += own
-        lost += floored - own
-        squares += b.mul_(a).sum((1, 2))
-    norms, holds = trusted_norms(squares, size.square_(), left.dtype, dtype)
-    holds &= lost <= _TRUST[left.dtype] * norms
+    T = left.shape[1]
+    blocks = [_block(left, right, start, memo if T <= _REMEMBERED else None) for start in range(0, T, BLOCK)]
+    squares, size, floored = blocks[0] if len(blocks) == 1 else torch.stack(blocks).sum(0)
+    norms, holds = trusted_norms(squares, size.square(), left.dtype, dtype)
+    holds &= floored - size <= _TRUST[left.dtype] * norms
     if not bool(holds.all()):  # perhaps because there is nothing but zeros
         doubtful = (~holds).nonzero().squeeze(1)
         a, b = left[doubtful].flatten(1), right[doubtful].flatten(1)
@@ -54,9 +43,32 @@ def gram_norms(
     return norms, holds
 
 
-def _sizes(a: Tensor, b: Tensor, least: float) -> tuple[Tensor, Tensor]:
-    """Σ_t ‖l_t‖‖r_t‖ from squared norms (N, T), and what it would be if those that are too small to tell were not."""
-    return (a.sqrt() * b.sqrt()).sum(1), (a.clamp(min=least).sqrt() * b.clamp(min=least).sqrt()).sum(1)
+def _block(left: Tensor, right: Tensor, start: int, memo: dict[str, Tensor] | None) -> Tensor:
+    """(3, N) in float64, of some rows: Σ_tu (l_t · l_u)(r_t · r_u), and the terms' size as it is and at least is.
+
+    The size is Σ_t ‖l_t‖‖r_t‖; of squares that are so small that digits are lost, only a bound is known.
+    """
+    least = torch.finfo(left.dtype).tiny / torch.finfo(left.dtype).eps
+    a, b = _inner_products(left, start, memo), _inner_products(right, start, None)
+    rows = a.shape[1]
+    own = torch.stack([a.diagonal(0, 1, 2), b.diagonal(0, 1, 2)])
+    sizes = torch.stack([own, own.clamp(min=least)]).sqrt_().prod(1).sum(2)
+    products = b.mul_(a)
+    found = torch.cat([products[..., :rows].sum((1, 2)).unsqueeze(0), sizes]).to(widest(left.device))
+    if products.shape[2] > rows:
+        found[0] += 2 * products[..., rows:].sum((1, 2))
+    return found
+
+
+def _inner_products(side: Tensor, start: int, memo: dict[str, Tensor] | None) -> Tensor:
+    """Some rows of the Gram matrices, from the diagonal on."""
+    key = f"gram {start}"
+    found = memo.get(key) if memo else None
+    if found is None:
+        found = torch.bmm(side[:, start : start + BLOCK], side[:, start:].mT)
+        if memo is not None:
+            memo[key] = found
+    return found
 
 
 def trusted_norms(squares: Tensor, size: Tensor, computed: torch.dtype, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

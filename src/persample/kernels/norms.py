@@ -2,7 +2,7 @@
 
 A float32 sum of squares is wrong in three ways: elements above 1.8e19 overflow, those below 1e-19 vanish, and sums of
 millions of terms lose digits. Short runs of elements are summed in the tensor's own precision, the runs' norms in
-float64, and rows that came out as 0, inf or nan are looked at again, scaled by their largest element.
+float64, and rows that came out as 0, inf or nan are looked at again: in float64, or scaled by their largest element.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ def row_norms(rows: Tensor) -> Tensor:
     tensor([5.0000e+30, 5.0000e-30, 0.0000e+00], dtype=torch.float64)
     """
     if not rows.numel():
-        return torch.zeros(len(rows), dtype=widest(rows.device), device=rows.device)
-    flat = (torch.view_as_real(rows.resolve_conj()) if rows.is_complex() else rows).reshape(len(rows), -1)
+        return torch.zeros(rows.shape[0], dtype=widest(rows.device), device=rows.device)
+    flat = (torch.view_as_real(rows.resolve_conj()) if rows.is_complex() else rows).reshape(rows.shape[0], -1)
     norms, small = _summed(flat), _SMALL[wide(flat.dtype)]
     low, high = torch.aminmax(norms)
     if low.item() > small and high.item() < inf:  # neither is true of NaN
         return norms
     odd = (~((norms > small) & norms.isfinite())).nonzero().squeeze(1)
-    return norms.index_copy(0, odd, _scaled(flat.index_select(0, odd)))
+    rows = flat.index_select(0, odd)
+    return norms.index_copy(0, odd, _scaled(rows) if wide(rows.dtype) == norms.dtype else _norm(rows, norms.dtype))
 
 
 def _summed(flat: Tensor) -> Tensor:

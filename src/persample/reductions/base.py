@@ -29,8 +29,8 @@ class Call:
     def dtype(self) -> torch.dtype:
         """What norms and inner products are given back in: float32, or float64 where a parameter is."""
         found = torch.float32
-        for p in self.params.values():
-            found = torch.promote_types(found, wide(p.dtype).to_real())
+        for dtype in {p.dtype for p in self.params.values()}:
+            found = torch.promote_types(found, wide(dtype).to_real())
         return found
 
     def zeros(self, *shape: int) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._errors import NonFiniteError
-from ..factors import Factor
+from ..factors import Factor, bounded_sums
 from ..factors.base import Samples
 from .base import Call, Reduction
 from .groups import Groups, Per, frozen
@@ -170,21 +170,21 @@ class ClippedSum(Reduction):
         weights = {key: torch.zeros_like(n) for key, n in norms.items()}
         for key, n in norms.items():
             weights[key][kept] = self._weigh(key, n[kept])
-        sums = {}
+        sums: dict[str, Tensor] = {}
         for key, names in groups.members.items():
-            for name in names:
-                factor = self._factors.pop(name, None)
-                if factor is not None:
-                    sums[name] = self._sum(factor, weights[key], kept)
+            sums.update(self._sums(names, weights[key], kept))
         before, given = (groups.pack({k: t.to(call.dtype, copy=True) for k, t in w.items()}) for w in (norms, weights))
         most = self.sensitivity if self.weights is not None else math.hypot(*self._bounds.values())
         return Clipping(before, given, dropped, most), sums
 
-    def _sum(self, factor: Factor, weights: Tensor, kept: Samples) -> Tensor:
+    def _sums(self, names: Sequence[str], weights: Tensor, kept: Samples) -> dict[str, Tensor]:
         """Over the samples that are kept; the others are not multiplied by zero, which would not remove a NaN."""
+        factors = {name: self._factors.pop(name) for name in names if name in self._factors}
         if isinstance(kept, Tensor):
-            factor, weights = factor[kept.to(factor.device)], weights[kept]
-        return factor.bounded_sum(weights.to(factor.device), self._groups.call.space).to(factor.dtype)
+            weights = weights[kept]
+            for name in factors:
+                factors[name] = factors[name][kept.to(factors[name].device)]
+        return bounded_sums(factors, weights, self._groups.call.space)
 
     def _weigh(self, key: Hashable, norms: Tensor) -> Tensor:
         if self.weights is not None:

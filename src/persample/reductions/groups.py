@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,9 +57,9 @@ class Groups:
 
     def check_partition(self) -> None:
         """Every parameter must be in one group: what is in none would not be bounded."""
-        every = [name for names in self.members.values() for name in names]
-        missing = [name for name in self.call.params if name not in every]
-        twice = sorted({name for name in every if every.count(name) > 1})
+        times = Counter(name for names in self.members.values() for name in names)
+        missing = [name for name in self.call.params if name not in times]
+        twice = sorted(name for name, count in times.items() if count > 1)
         if missing or twice:
             raise ValueError(
                 f"groups of a clipped sum must hold every parameter once: {missing} are in none, {twice} in several"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..factors import Factor
+from ..factors import Factor, family, find_norms
 from ..kernels.norms import row_norms
 from .base import Call, Reduction
 from .groups import Groups, Per, frozen
@@ -38,22 +38,51 @@ class Norms(Reduction):
         )
 
 
+_QUEUE = 2**22  # bytes of small factors that wait for their kin
+
+
 class ParameterNorms:
     """The norms of every parameter's gradients, collected and put together."""
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        self._norms: dict[str, Tensor] = {}
+        self._found: list[Tensor] = []  # (n, B) for n parameters at a time
+        self._rows: dict[str, int] = {}  # where a parameter's norms are among them
+        self._waiting: dict[Hashable, list[tuple[str, Factor]]] = {}  # by family
+        self._bytes = 0  # of those that wait
 
     def add(self, name: str, factor: Factor) -> None:
-        self._norms[name] = factor.norms(self._call.space).to(self._call.device)
+        """Small factors wait for more of their kind."""
+        factor = factor.measured
+        kind = family(factor)
+        if kind is None:
+            self._find([(name, factor)])
+            return
+        self._waiting.setdefault(kind, []).append((name, factor))
+        self._bytes += factor.nbytes
+        if self._bytes > _QUEUE:
+            self._flush()
+
+    def _flush(self) -> None:
+        for waiting in self._waiting.values():
+            self._find(waiting)
+        self._waiting, self._bytes = {}, 0
+
+    def _find(self, factors: Sequence[tuple[str, Factor]]) -> None:
+        """The norms of one family."""
+        found = find_norms([factor for _, factor in factors], self._call.space)
+        self._found.append(found.to(self._call.device))
+        for name, _ in factors:
+            self._rows[name] = len(self._rows)
 
     def by_group(self, groups: Groups) -> Mapping[Hashable, Tensor]:
         """(B,) in float64 for every group."""
-        return {key: self._together(names) for key, names in groups.members.items()}
+        self._flush()
+        every = torch.cat(self._found).t() if self._found else self._call.zeros(self._call.batch, 0)
+        return {key: self._together(every, names) for key, names in groups.members.items()}
 
-    def _together(self, names: tuple[str, ...]) -> Tensor:
-        found = [self._norms[name] for name in names if name in self._norms]
-        if len(found) == 1:
-            return found[0]
-        return row_norms(torch.stack(found, 1)) if found else self._call.zeros(self._call.batch)
+    def _together(self, every: Tensor, names: tuple[str, ...]) -> Tensor:
+        rows = [self._rows[name] for name in names if name in self._rows]
+        if len(rows) == 1:
+            return every[:, rows[0]]
+        return row_norms(every if len(rows) == every.shape[1] else every[:, rows])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..factors import Factor
+from ..kernels.pages import fresh
 from .base import Call, Reduction
 
 
@@ -20,8 +21,7 @@ class Stack(Reduction):
 
     def add(self, name: str, factor: Factor) -> None:
         p = self._call.params[name]
-        buffer = torch.empty((self._call.batch, *p.shape), dtype=p.dtype, device=p.device)
-        self._stacks[name] = factor.stack(buffer)
+        self._stacks[name] = factor.stack(fresh((self._call.batch, *p.shape), p.dtype, p.device))
 
     def result(self) -> Any:
         batch = self._call.batch

@@ -1,0 +1,179 @@
+"""``python -m benchmarks.tables PAGE...``: put the tables that the JSON gives between a page's markers.
+
+``<!-- begin gradients -->`` and ``<!-- end gradients -->`` hold the table of that name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .processes import ROOT
+from .run import DISTURBED
+from .workloads import CURVES
+
+RESULTS = ROOT / "docs" / "benchmarks"
+MARKED = re.compile(r"(?P<begin><!-- begin (?P<name>[\w ]+) -->\n).*?(?P<end><!-- end (?P=name) -->)", re.DOTALL)
+
+Report = dict[str, Any]
+Row = dict[str, Any]
+
+
+def filled(page: str, tables: dict[str, str]) -> str:
+    """The page with all tables as they should be."""
+    return MARKED.sub(lambda found: f"{found['begin']}{tables[found['name']]}{found['end']}", page)
+
+
+def all_tables(peers: Report, scaling: Report) -> dict[str, str]:
+    """Markdown by name."""
+    tables = {kind: ratios(peers, kind) for kind in ("gradients", "clipped sums", "norms")}
+    tables |= {size: growth(scaling, size) for size in CURVES}
+    return {
+        **tables,
+        "summary": summary(peers),
+        "workloads": workloads(peers),
+        "memory": memory(peers),
+        "peers environment": environment(peers),
+        "scaling environment": environment(scaling),
+        "failures": failures([peers, scaling]),
+    }
+
+
+def ratios(report: Report, kind: str) -> str:
+    """Workloads by methods: the median of the ratios within a round (best against best), the lowest median in bold."""
+    methods = [name for name, m in report["methods"].items() if m["kind"] == kind]
+    lines = []
+    for workload in report["workloads"]:
+        found = [_find(report, workload, method) for method in methods]
+        least = min((row["ratio"]["median"] for row in found if row["status"] == "ok"), default=0.0)
+        lines.append([workload, *(_ratio(row, least) for row in found)])
+    return _markdown(["", *(_title(report, name) for name in methods)], lines)
+
+
+def _ratio(row: Row, least: float) -> str:
+    if row["status"] != "ok":
+        return str(row["status"])
+    text = f"{row['ratio']['median']:.2f}"
+    return (f"**{text}**" if row["ratio"]["median"] == least else text) + f" ({row['ratio']['min']:.2f})"
+
+
+def summary(report: Report) -> str:
+    """Every workload's medians: ours, and the fastest of the others for the same result."""
+    ours, lines = ["norms", "clipped_sum", "grad_out", "grad"], []
+    for workload in report["workloads"]:
+        cells = []
+        for method in ours:
+            row = _find(report, workload, method)
+            cells.append(f"{row['ratio']['median']:.2f}" if row["status"] == "ok" else row["status"])
+            if method != "grad_out":
+                cells.append(_fastest_peer(report, workload, method, ours))
+        lines.append([workload, *cells])
+    titles = [[_title(report, method), *(["fastest peer"] if method != "grad_out" else [])] for method in ours]
+    return _markdown(["", *(title for pair in titles for title in pair)], lines)
+
+
+def _fastest_peer(report: Report, workload: str, method: str, ours: Sequence[str]) -> str:
+    kind = report["methods"][method]["kind"]
+    peers = [name for name, m in report["methods"].items() if m["kind"] == kind and name not in ours]
+    found = [row for row in (_find(report, workload, name) for name in peers) if row["status"] == "ok"]
+    if not found:
+        return "none"
+    best = min(found, key=lambda row: float(row["ratio"]["median"]))
+    return f"{best['ratio']['median']:.2f} {_title(report, best['method'])}"
+
+
+def workloads(report: Report) -> str:
+    """What is measured, and how long its plain step takes."""
+    lines = []
+    for name, workload in report["workloads"].items():
+        plain = _find(report, name, "plain")
+        size = f"{plain['parameters'] / 1e6:.2f}M"
+        lines.append([name, workload["title"], str(workload["batch"]), size, f"{plain['ms']['median']:.1f}"])
+    return _markdown(["", "model", "B", "parameters", "plain step, ms"], lines)
+
+
+def memory(report: Report) -> str:
+    """The peak of a step in MB, activations included."""
+    methods = [name for name in report["methods"] if name != "grad_out"]  # its result is there before the step
+    lines = [[w, *(_megabytes(_find(report, w, method)) for method in methods)] for w in report["workloads"]]
+    return _markdown(["", *(_title(report, name) for name in methods)], lines)
+
+
+def growth(report: Report, size: str) -> str:
+    """Methods by sizes: ms of the fastest step, and MB."""
+    points = [name for name, w in report["workloads"].items() if w["group"] == size]
+    lines = []
+    for method in report["methods"]:
+        rows = [_find(report, point, method) for point in points]
+        lines.append([_title(report, method), *(_point(row) for row in rows)])
+    return _markdown([size, *(str(report["workloads"][point]["value"]) for point in points)], lines)
+
+
+def _point(row: Row) -> str:
+    return f"{row['ms']['min']:.3g} / {_megabytes(row)}" if row["status"] == "ok" else str(row["status"])
+
+
+def environment(report: Report) -> str:
+    """One line that says where and of what."""
+    where = report["environment"]
+    commit = f"commit {str(where['commit'])[:12]}" + (" with changes in `src`" if where["source_changed"] else "")
+    busy = max((row.get("others", 0.0) for row in report["rows"]), default=0.0)
+    machine = f"{where['threads']} threads on {where['cores']} cores of {where['cpu']}"
+    disturbed = f"; **doubtful**, other programs kept up to {busy:.1f} cores busy" if busy > DISTURBED else ""
+    return f"{where['date'][:10]}, {commit}, torch {where['torch']}, {machine}{disturbed}.\n"
+
+
+def failures(reports: Sequence[Report]) -> str:
+    """What was not measured, and why."""
+    told: dict[str, list[str]] = {}
+    for report in reports:
+        for row in report["rows"]:
+            if row["status"] != "ok":
+                reason = row.get("reason", "a smaller size took too long or too much memory")
+                told.setdefault(f"{_title(report, row['method'])}, {row['status']}: {reason}", []).append(
+                    row["workload"]
+                )
+    return "".join(f"- {text} ({', '.join(names)})\n" for text, names in told.items()) or "None.\n"
+
+
+def _find(report: Report, workload: str, method: str) -> Row:
+    for row in report["rows"]:
+        if (row["workload"], row["method"]) == (workload, method):
+            return row  # type: ignore[no-any-return]
+    return {"status": "-"}
+
+
+def _title(report: Report, method: str) -> str:
+    title = str(report["methods"][method]["title"])
+    return f"`{title}`" if title.startswith("ps.") else title
+
+
+def _megabytes(row: Row) -> str:
+    return f"{sum(row['bytes'].values()) / 1e6:.0f}" if "bytes" in row else "–"
+
+
+def _markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    rule = ["---", *("---:" for _ in head[1:])]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in [head, rule, *lines])
+
+
+def load(folder: Path = RESULTS) -> tuple[Report, Report]:
+    """The figures that the pages show."""
+    read: Callable[[str], Report] = lambda name: json.loads((folder / name).read_text())  # noqa: E731
+    return read("peers.json"), read("scaling.json")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__)
+    parser.add_argument("pages", nargs="+", type=Path)
+    tables = all_tables(*load())
+    for page in parser.parse_args(argv).pages:
+        page.write_text(filled(page.read_text(), tables))
+
+
+if __name__ == "__main__":
+    main()

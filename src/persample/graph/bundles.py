@@ -1,0 +1,126 @@
+"""Uses that are alike, turned into factors together.
+
+In a deep network of small layers, Python costs more per use than the arithmetic. Uses of one kind, with the same
+shapes and options, whose samples lie one after another, are one use with more samples: their cotangents and what they
+saved are concatenated, and one rule makes the factor of all their parameters, of which each is given its part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from ..factors import Factor
+from .layout import Block
+from .plan import Plan, Route
+from .pullback import lifted
+from .rules import RULES, Use
+from .saved import has, in_checkpoint, metadata, tensor, value
+from .site import Sites
+from .tape import op_name
+
+# Ops whose rules treat rows apart from one another: the outputs, what is read row by row, and what must be the same.
+_ROWWISE: dict[str, tuple[frozenset[int], tuple[str, ...], tuple[str, ...]]] = {
+    "Addmm": (frozenset({0, 2}), ("mat1",), ("alpha", "beta")),
+    "Mm": (frozenset({1}), ("self",), ()),
+    "NativeLayerNorm": (frozenset({1, 2}), ("input", "result1", "result2"), ()),
+    "NativeGroupNorm": (frozenset({1, 2}), ("input", "result1", "result2"), ("group",)),
+    "Convolution": (
+        frozenset({1, 2}),
+        ("input",),
+        ("stride", "padding", "dilation", "transposed", "output_padding", "groups"),
+    ),
+}
+_LARGEST = 2**16  # numbers in a cotangent; of larger ones, a copy costs more than it saves
+_MOST = 2**23  # numbers that a forward pass may keep, as bundles wait for the end of the backward
+Saved = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """Frontier nodes of one kind, and for each of their outputs the way to each parameter."""
+
+    nodes: tuple[Node, ...]
+    layout: Block  # of the cotangents of one node
+    routes: Mapping[int, tuple[Route, ...]]
+
+    def renamed(self, names: Any) -> Bundle:
+        """The same with ``names[node]`` for every node."""
+        routes = {
+            k: tuple([(tuple([names[view] for view in views]), names[leaf]) for views, leaf in ways])
+            for k, ways in self.routes.items()
+        }
+        return Bundle(tuple([names[node] for node in self.nodes]), self.layout, routes)
+
+    def read(self) -> list[Saved] | None:
+        """What every node has saved that will be needed, before the backward lets go of it; None if it is not alike."""
+        names = _ROWWISE[op_name(self.nodes[0])][1]
+        kept = [{name: tensor(node, name) for name in names} for node in self.nodes]
+        kinds = {
+            (about.dtype, about.device, *[None if t is None else (t.dtype, t.device) for t in one.values()])
+            for one, (about, *_) in zip(kept, map(metadata, self.nodes), strict=True)
+        }
+        first = kinds.pop()
+        plain = None not in first and not first[0].is_complex and all(kind == first[:2] for kind in first[2:])
+        return kept if plain and not kinds else None  # type: ignore[return-value]
+
+    def factors(self, sites: Sites, cotangents: list[Tensor], kept: list[Saved]) -> dict[int, Factor]:
+        """For every output, one factor with the samples of all nodes that got a cotangent."""
+        site = sites[self.nodes[0]]
+        site.recomputed = {name: torch.cat([one[name] for one in kept]) for name in kept[0]}
+        layout = Block(len(cotangents) * self.layout.batch, self.layout.inner)
+        g, found = torch.cat(cotangents), {}
+        for k, routes in self.routes.items():
+            factor = RULES[site.name](Use(site, k, (g,), (layout,), layout.batch))
+            for view in routes[0][0]:
+                factor = None if factor is None else lifted(sites[view], factor)
+            if factor is None:
+                raise LookupError(f"the rule for {site.name} gave nothing for {len(cotangents)} uses together")
+            found[k] = factor
+        site.forget()
+        return found
+
+
+def find_bundles(plan: Plan) -> list[Bundle]:
+    """The frontier nodes that the engine passes, in groups of two or more that are alike."""
+    if plan.activations > _MOST:
+        return []
+    alike: dict[Hashable, list[Node]] = {}
+    for node in plan.hooked:
+        kind = _kind(plan, node)
+        if kind is not None:
+            alike.setdefault(kind, []).append(node)
+    return [_bundle(plan, nodes) for nodes in alike.values() if len(nodes) > 1]
+
+
+def _bundle(plan: Plan, nodes: list[Node]) -> Bundle:
+    layout = plan.map.cotangents[nodes[0], 0]
+    assert isinstance(layout, Block)
+    outputs = plan.frontier[nodes[0]]
+    return Bundle(tuple(nodes), layout, {k: tuple([plan.direct[node, k] for node in nodes]) for k in outputs})
+
+
+def _kind(plan: Plan, node: Node) -> Hashable:
+    """Equal for nodes that can be in one bundle; None for those that cannot be in any."""
+    name, outputs, shapes = op_name(node), plan.frontier[node], plan.tape.shapes(node)
+    if name not in _ROWWISE or not all((node, k) in plan.direct for k in outputs):
+        return None
+    allowed, _, options = _ROWWISE[name]
+    layout, size = plan.map.cotangents.get((node, 0)), prod(shapes[0])
+    in_order = isinstance(layout, Block) and layout.batch * layout.inner == size
+    whole_rows = size and isinstance(layout, Block) and layout.inner % prod(shapes[0][1:]) == 0
+    if not in_order or not whole_rows or not allowed.issuperset(outputs) or size > _LARGEST or in_checkpoint(node):
+        return None
+    ways = []
+    for k in outputs:
+        views, leaf = plan.direct[node, k]
+        if any(op_name(view) != "T" for view in views):
+            return None
+        ways.append((k, len(views), plan.tape.shapes(leaf), metadata(leaf)[0].dtype))
+    return name, shapes, layout, tuple(ways), tuple([value(node, o) for o in options if has(node, o)])

@@ -1,0 +1,112 @@
+"""Large blocks of memory on the CPU, where a page that is touched for the first time costs more than what is written.
+
+`recycled` memory comes from pages that are kept from call to call: a page is used again as soon as no tensor lies in it
+any more, so that a tensor which outlives its call only keeps its page from being used again. `fresh` memory is nobody
+else's, in huge pages, of which there are five hundred times fewer to be touched. Elsewhere both are `torch.empty`:
+other devices have allocators that do the same.
+"""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from contextlib import suppress
+from math import prod
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+__all__ = ["POOL", "fresh", "recycled"]
+
+_LEAST = 2**20  # bytes; the C library recycles smaller blocks itself
+_LEAST_FRESH = 2**26
+_CALLS = 4  # an idle page is kept if one of so many calls has used it
+_HUGE = hasattr(mmap, "MADV_HUGEPAGE")
+
+
+def recycled(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An uninitialised tensor for temporaries."""
+    size = prod(shape) * dtype.itemsize
+    if size >= _LEAST and device.type == "cpu" and _HUGE:
+        with suppress(OSError):  # too many mappings
+            return POOL.take(size).view(dtype).view(shape)
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def fresh(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An uninitialised tensor for results. If it is large, its storage cannot be made larger."""
+    size = prod(shape) * dtype.itemsize
+    if size >= _LEAST_FRESH and device.type == "cpu" and _HUGE:
+        with suppress(OSError):
+            storage = torch.frombuffer(_mapped(size), dtype=torch.uint8).untyped_storage()
+            strides = torch.empty(shape, device="meta").stride()
+            return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, shape, strides)
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _mapped(size: int) -> mmap.mmap:
+    """Private memory, in huge pages where there are any; it is unmapped with the last reference to it."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+class _Page:
+    """A mapping, to which every storage in it holds a reference."""
+
+    __slots__ = ("_idle", "memory", "used")
+
+    def __init__(self, size: int) -> None:
+        self.memory = _mapped(size)
+        self.used = 0  # by which call
+        self._idle = sys.getrefcount(self.memory)
+
+    @property
+    def is_idle(self) -> bool:
+        """Have all tensors in it gone?"""
+        return sys.getrefcount(self.memory) == self._idle
+
+
+class Pool:
+    """Pages to be used again, by any thread."""
+
+    def __init__(self) -> None:
+        self._pages: list[_Page] = []
+        self._call = 0
+        self._lock = Lock()
+
+    def begin_call(self) -> None:
+        """Let go of pages that the last calls have not used."""
+        with self._lock:
+            self._call += 1
+            self._pages = [p for p in self._pages if p.used > self._call - _CALLS]
+
+    def empty(self) -> None:
+        """Let go of all pages; those with tensors in them are unmapped with the last tensor."""
+        with self._lock:
+            self._pages = []
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all pages, idle or not."""
+        return sum(len(p.memory) for p in self._pages)
+
+    def take(self, size: int) -> Tensor:
+        """(size,) bytes in the smallest idle page that is not twice as large, or in a new one."""
+        with self._lock:
+            idle = [p for p in self._pages if size <= len(p.memory) <= 2 * size and p.is_idle]
+            page = min(idle, key=lambda p: len(p.memory)) if idle else self._new(size)
+            page.used = self._call
+            return torch.frombuffer(page.memory, dtype=torch.uint8, count=size)
+
+    def _new(self, size: int) -> _Page:
+        """Rounded up, so that a few more samples fit the next time."""
+        step = 1 << max(size.bit_length() - 4, 12)
+        page = _Page(-(-size // step) * step)
+        self._pages.append(page)
+        return page
+
+
+POOL = Pool()
