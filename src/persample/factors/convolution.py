@@ -18,7 +18,7 @@ from .workspace import Workspace
 # What else counts, in multiplications of a matrix product: an element of a stack, written and read once or twice; of
 # patches for a stack, or of patches with transposed copies; of a Gram matrix.
 _SCRATCH, _KEPT, _PATCH, _PATCHES, _PAIR = 30, 35, 27, 96, 75
-_TEMPORARIES = 4  # of a kernel, in gradients, at most
+_TEMPORARIES = 4  # times a gradient: room for what a kernel writes beside it
 _LATER = 1.2  # products in a sum of all samples, later, take so much longer than for a stack
 
 
