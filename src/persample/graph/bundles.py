@@ -7,7 +7,7 @@ saved are concatenated, and one rule makes the factor of all their parameters, o
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -18,6 +18,7 @@ from torch.autograd.graph import Node
 
 from ..factors import Factor
 from .layout import Block
+from .notes import unnoted
 from .plan import Plan, Route
 from .pullback import lifted
 from .rules import RULES, Use
@@ -42,13 +43,14 @@ _MOST = 2**23  # numbers that a forward pass may keep, as bundles wait for the e
 Saved = Mapping[str, Tensor]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Bundle:
     """Frontier nodes of one kind, and for each of their outputs the way to each parameter."""
 
     nodes: tuple[Node, ...]
     layout: Block  # of the cotangents of one node
     routes: Mapping[int, tuple[Route, ...]]
+    kept: Sequence[Saved] = ()  # what every node has saved that will be needed, as the backward lets go of it
 
     def renamed(self, names: Any) -> Bundle:
         """The same with ``names[node]`` for every node."""
@@ -58,19 +60,26 @@ class Bundle:
         }
         return Bundle(tuple([names[node] for node in self.nodes]), self.layout, routes)
 
-    def read(self) -> list[Saved] | None:
-        """What every node has saved that will be needed, before the backward lets go of it; None if it is not alike."""
+    @property
+    def called(self) -> list[Node]:
+        """The nodes that stand for the others like them."""
+        return [self.nodes[0], *[view for routes in self.routes.values() for view in routes[0][0]]]
+
+    def read(self) -> bool:
+        """Keep what the nodes have saved; False if it is not alike."""
         names = _ROWWISE[op_name(self.nodes[0])][1]
-        kept = [{name: tensor(node, name) for name in names} for node in self.nodes]
+        with unnoted():
+            kept = [{name: tensor(node, name) for name in names} for node in self.nodes]
         kinds = {
             (about.dtype, about.device, *[None if t is None else (t.dtype, t.device) for t in one.values()])
             for one, (about, *_) in zip(kept, map(metadata, self.nodes), strict=True)
         }
         first = kinds.pop()
         plain = None not in first and not first[0].is_complex and all(kind == first[:2] for kind in first[2:])
-        return kept if plain and not kinds else None  # type: ignore[return-value]
+        self.kept = kept  # type: ignore[assignment]
+        return plain and not kinds
 
-    def factors(self, sites: Sites, cotangents: list[Tensor], kept: list[Saved]) -> dict[int, Factor]:
+    def factors(self, sites: Sites, cotangents: list[Tensor], kept: Sequence[Saved]) -> dict[int, Factor]:
         """For every output, one factor with the samples of all nodes that got a cotangent."""
         site = sites[self.nodes[0]]
         site.recomputed = {name: torch.cat([one[name] for one in kept]) for name in kept[0]}
@@ -87,16 +96,21 @@ class Bundle:
         return found
 
 
-def find_bundles(plan: Plan) -> list[Bundle]:
-    """The frontier nodes that the engine passes, in groups of two or more that are alike."""
+def bundle_up(plan: Plan) -> None:
+    """Take the frontier nodes that the engine passes, and that are like one another, out of a plan and into bundles."""
     if plan.activations > _MOST:
-        return []
+        return
     alike: dict[Hashable, list[Node]] = {}
     for node in plan.hooked:
         kind = _kind(plan, node)
         if kind is not None:
             alike.setdefault(kind, []).append(node)
-    return [_bundle(plan, nodes) for nodes in alike.values() if len(nodes) > 1]
+    bundles = [_bundle(plan, nodes) for nodes in alike.values() if len(nodes) > 1]
+    plan.bundles = [bundle for bundle in bundles if bundle.read()]
+    taken = {node for bundle in plan.bundles for node in bundle.nodes}
+    plan.hooked = [node for node in plan.hooked if node not in taken]
+    plan.frontier = {node: outputs for node, outputs in plan.frontier.items() if node not in taken}
+    plan.direct = {use: route for use, route in plan.direct.items() if use[0] not in taken}
 
 
 def _bundle(plan: Plan, nodes: list[Node]) -> Bundle:

@@ -17,7 +17,7 @@ from torch.autograd.graph import Node
 
 from ..factors import Dense, Factor, Masked, Part, combine
 from . import saved
-from .bundles import Bundle, Saved
+from .bundles import Bundle
 from .custom import taught
 from .fallback import push_masked
 from .invoke import call, is_opaque, sum_to
@@ -57,23 +57,18 @@ class Capture:
 
     def run(self, retain_graph: bool) -> None:
         """Run the backward; the sink has got every factor when it returns."""
-        bundles = [(bundle, kept) for bundle in self.plan.bundles if (kept := bundle.read()) is not None]
-        for bundle, _ in bundles:
-            for node in bundle.nodes:
-                del self.pending[node]
         caught: dict[Node, Sequence[Tensor | None]] = {}  # cotangents of bundled nodes
-        handles = [
-            node.register_prehook(partial(self._consume if node in self.pending else caught.__setitem__, node))
-            for node in self.plan.hooked
-        ]
+        handles = [node.register_prehook(partial(self._consume, node)) for node in self.plan.hooked]
+        for bundle in self.plan.bundles:
+            handles += [node.register_prehook(partial(caught.__setitem__, node)) for node in bundle.nodes]
         try:
             cotangents = self._backward(retain_graph)
         finally:
             for handle in handles:
                 handle.remove()
         with torch.no_grad():
-            for bundle, kept in bundles:
-                self._untie(bundle, kept, caught)
+            for bundle in self.plan.bundles:
+                self._untie(bundle, caught)
         left = [*self.pending, *[node for node in self.plan.rest if node not in self.done and not is_leaf(node)]]
         with torch.no_grad():
             if any(saved.in_checkpoint(node) for node in left):
@@ -81,12 +76,12 @@ class Capture:
             else:
                 self._finish(cotangents)
 
-    def _untie(self, bundle: Bundle, kept: Sequence[Saved], caught: Mapping[Node, Sequence[Tensor | None]]) -> None:
+    def _untie(self, bundle: Bundle, caught: Mapping[Node, Sequence[Tensor | None]]) -> None:
         """The factors of a bundle's parameters, those that got a cotangent."""
         there = [(i, g) for i, node in enumerate(bundle.nodes) if node in caught and (g := caught[node][0]) is not None]
         if not there:
             return
-        found = bundle.factors(self.map.sites, [g for _, g in there], [kept[i] for i, _ in there])
+        found = bundle.factors(self.map.sites, [g for _, g in there], [bundle.kept[i] for i, _ in there])
         for k, factor in found.items():
             for part, (i, _) in zip(Part.all_of(factor, len(there)), there, strict=True):
                 self._deliver(bundle.routes[k][i][1], part)

@@ -15,7 +15,7 @@ from torch.autograd.graph import Node
 
 from .._errors import InteractionError, PerformanceWarning, UnsupportedError
 from ..factors import Dense, Factor, Masked
-from .bundles import find_bundles
+from .bundles import bundle_up
 from .capture import Capture, Sink
 from .custom import taught
 from .interaction import interactions
@@ -114,7 +114,8 @@ def _planned(
         check_reached(found.tape, params)
         _refuse_module_hooks(found)
         meeting = interactions(found.tape, found.map)
-        found.bundles = [] if meeting else find_bundles(found)
+        if not meeting:
+            bundle_up(found)
     if check is not None and not meeting:
         check.test(found)
     if seen is not None and not meeting:

@@ -6,7 +6,7 @@ Whoever wants to know opens `noting`: every answer is then written down.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from operator import attrgetter
 from threading import local
@@ -49,6 +49,11 @@ def _noted_in(notes: Notes | None) -> Iterator[None]:
         yield
     finally:
         _open.notes = before
+
+
+def unnoted() -> AbstractContextManager[None]:
+    """Read what no plan relies on."""
+    return _noted_in(None)
 
 
 @contextmanager

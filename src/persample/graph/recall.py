@@ -114,7 +114,7 @@ def recall(seen: Outline) -> Plan | None:
         return None
     plan = _renamed(known.plan, seen.nodes)
     plan.tape.leaves = {node: leaf_of(node) for node in plan.tape.leaves}
-    return plan
+    return plan if all(bundle.read() for bundle in plan.bundles) else None
 
 
 def remember(seen: Outline, plan: Plan, notes: Notes) -> None:
@@ -133,7 +133,7 @@ def _trimmed(plan: Plan) -> Plan:
     tape, there = plan.tape, plan.map
     views = [view for path, _ in plan.direct.values() for view in path]
     asked = [*plan.frontier, *[node for node, _ in plan.requested]]
-    called = dict.fromkeys([*asked, *views, *plan.rest])
+    called = dict.fromkeys([*asked, *views, *plan.rest, *[node for bundle in plan.bundles for node in bundle.called]])
     shown = Tape(
         [],
         {node: tape.edges[node] for node in called},

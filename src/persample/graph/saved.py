@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, TypeGuard
 
 import torch
@@ -52,10 +53,8 @@ def value(node: Node, name: str) -> Any:
     return _read(node, name)
 
 
-def metadata(node: Node) -> Sequence[Any]:
-    """Shape, dtype and device of each of a node's cotangents."""
-    found: Sequence[Any] = node._input_metadata
-    return found
+# Shape, dtype and device of each of a node's cotangents.
+metadata: Callable[[Node], Sequence[Any]] = attrgetter("_input_metadata")
 
 
 def in_backward() -> bool:

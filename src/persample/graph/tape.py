@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -78,10 +79,7 @@ def is_leaf(node: Node) -> bool:
     return type(node).__name__ == "AccumulateGrad"
 
 
-def leaf_of(node: Node) -> Tensor:
-    """The tensor that a leaf node stands for."""
-    found: Tensor = node.variable  # type: ignore[attr-defined]
-    return found
+leaf_of: Callable[[Node], Tensor] = attrgetter("variable")  # the tensor that a leaf node stands for
 
 
 def walk(roots: Iterable[Node], params: Iterable[Tensor]) -> Tape:
