@@ -65,7 +65,7 @@ bench-docs: bench-peers bench-scaling
 	$(MAKE) bench-pages
 
 bench-pages: $(PEERS_STAMP)
-	$(PEERS)/bin/python -m benchmarks.tables docs/benchmarks.md
+	$(PEERS)/bin/python -m benchmarks.tables docs/benchmarks.md README.md
 	$(PEERS)/bin/python -m benchmarks.plots docs/benchmarks/peers.json docs/benchmarks/scaling.json --out docs/images
 
 bench-expanded: $(STAMP)

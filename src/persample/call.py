@@ -15,6 +15,7 @@ from .expanded.inputs import batch_of
 from .expanded.module import record_call
 from .factors import Factor
 from .graph.saved import has_late_hooks, original_of
+from .kernels.pages import fresh
 from .params import named
 from .reduce import check_reductions, start
 from .reductions import Reduction
@@ -159,7 +160,7 @@ def _writing(params: Mapping[str, Tensor], batch: int, scale: int) -> Iterator[C
     def write(name: str, factor: Factor) -> None:
         assert name not in stacks, "a parameter has one factor"
         p = params[name]
-        stack = factor.stack(torch.empty((batch, *p.shape), dtype=p.dtype, device=p.device))
+        stack = factor.stack(fresh((batch, *p.shape), p.dtype, p.device))
         stacks[name] = stack if scale == 1 else stack.mul_(scale)
 
     yield write

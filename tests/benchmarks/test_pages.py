@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import tables
 
-PAGE = tables.RESULTS.parent / "benchmarks.md"
+PAGES = [tables.RESULTS.parent / "benchmarks.md", tables.ROOT / "README.md"]
 
 
 def row(workload: str, method: str, ratio: float, **more: Any) -> dict[str, Any]:
@@ -76,8 +76,9 @@ def test_only_what_is_between_markers_changes() -> None:
     assert tables.filled(filled, {"clipped sums": "new\n"}) == filled
 
 
-def test_the_page_shows_the_stored_figures() -> None:
-    text = PAGE.read_text()
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_shows_the_stored_figures(page: Path) -> None:
+    text = page.read_text()
     assert len(tables.MARKED.findall(text)) == text.count("<!-- begin")
     assert tables.filled(text, tables.all_tables(*tables.load())) == text, "run `make bench-pages`"
 
