@@ -16,25 +16,26 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from .._errors import UnsupportedError
 from ..factors import Factor
 from .layout import Block
 from .notes import unnoted
 from .plan import Plan, Route
 from .pullback import lifted
 from .rules import RULES, Use
-from .saved import has, in_checkpoint, metadata, tensor, value
+from .saved import has, in_checkpoint, metadata, tensor, value, version
 from .site import Sites
 from .tape import op_name
 
-# Ops whose rules treat rows apart from one another: the outputs, what is read row by row, and what must be the same.
-_ROWWISE: dict[str, tuple[frozenset[int], tuple[str, ...], tuple[str, ...]]] = {
-    "Addmm": (frozenset({0, 2}), ("mat1",), ("alpha", "beta")),
-    "Mm": (frozenset({1}), ("self",), ()),
-    "NativeLayerNorm": (frozenset({1, 2}), ("input", "result1", "result2"), ()),
-    "NativeGroupNorm": (frozenset({1, 2}), ("input", "result1", "result2"), ("group",)),
+_NORM = ("input", "result1", "result2")
+# Ops whose rules treat rows apart from one another: what each output reads row by row, and what must be the same.
+_ROWWISE: dict[str, tuple[dict[int, tuple[str, ...]], tuple[str, ...]]] = {
+    "Addmm": ({0: (), 2: ("mat1",)}, ("alpha", "beta")),
+    "Mm": ({1: ("self",)}, ()),
+    "NativeLayerNorm": ({1: _NORM, 2: ()}, ()),
+    "NativeGroupNorm": ({1: _NORM, 2: _NORM}, ("group",)),
     "Convolution": (
-        frozenset({1, 2}),
-        ("input",),
+        {1: ("input",), 2: ("input",)},
         ("stride", "padding", "dilation", "transposed", "output_padding", "groups"),
     ),
 }
@@ -51,6 +52,7 @@ class Bundle:
     layout: Block  # of the cotangents of one node
     routes: Mapping[int, tuple[Route, ...]]
     kept: Sequence[Saved] = ()  # what every node has saved that will be needed, as the backward lets go of it
+    versions: Sequence[int] = ()  # how often that had been changed in place
 
     def renamed(self, names: Any) -> Bundle:
         """The same with ``names[node]`` for every node."""
@@ -67,24 +69,36 @@ class Bundle:
 
     def read(self) -> bool:
         """Keep what the nodes have saved; False if it is not alike."""
-        names = _ROWWISE[op_name(self.nodes[0])][1]
+        reads = _ROWWISE[op_name(self.nodes[0])][0]
+        names = dict.fromkeys([name for k in self.routes for name in reads[k]])
         with unnoted():
             kept = [{name: tensor(node, name) for name in names} for node in self.nodes]
         kinds = {
-            (about.dtype, about.device, *[None if t is None else (t.dtype, t.device) for t in one.values()])
+            (about.dtype, about.device, *[None if t is None else (t.dtype, t.device, t.shape) for t in one.values()])
             for one, (about, *_) in zip(kept, map(metadata, self.nodes), strict=True)
         }
         first = kinds.pop()
-        plain = None not in first and not first[0].is_complex and all(kind == first[:2] for kind in first[2:])
+        plain = None not in first and not first[0].is_complex and all(kind[:2] == first[:2] for kind in first[2:])
         self.kept = kept  # type: ignore[assignment]
+        self.versions = [version(t) for one in kept for t in one.values() if t is not None]
         return plain and not kinds
 
-    def factors(self, sites: Sites, cotangents: list[Tensor], kept: Sequence[Saved]) -> dict[int, Factor]:
+    def room(self) -> Tensor:
+        """(n, *shape) for the cotangents of all nodes: copied, because others may change theirs in place later on."""
+        about = metadata(self.nodes[0])[0]
+        return torch.empty((len(self.nodes), *about.shape), dtype=about.dtype, device=about.device)
+
+    def factors(self, sites: Sites, cotangents: Tensor, kept: Sequence[Saved]) -> dict[int, Factor]:
         """For every output, one factor with the samples of all nodes that got a cotangent."""
         site = sites[self.nodes[0]]
+        if self.versions != [version(t) for one in self.kept for t in one.values()]:
+            raise UnsupportedError(
+                f"what {type(site.node).__name__} had saved was changed in place during the backward, by a hook or a "
+                f"custom Function: let it work on a copy"
+            )
         site.recomputed = {name: torch.cat([one[name] for one in kept]) for name in kept[0]}
         layout = Block(len(cotangents) * self.layout.batch, self.layout.inner)
-        g, found = torch.cat(cotangents), {}
+        g, found = cotangents.flatten(0, 1), {}
         for k, routes in self.routes.items():
             factor = RULES[site.name](Use(site, k, (g,), (layout,), layout.batch))
             for view in routes[0][0]:
@@ -125,11 +139,11 @@ def _kind(plan: Plan, node: Node) -> Hashable:
     name, outputs, shapes = op_name(node), plan.frontier[node], plan.tape.shapes(node)
     if name not in _ROWWISE or not all((node, k) in plan.direct for k in outputs):
         return None
-    allowed, _, options = _ROWWISE[name]
+    reads, options = _ROWWISE[name]
     layout, size = plan.map.cotangents.get((node, 0)), prod(shapes[0])
     in_order = isinstance(layout, Block) and layout.batch * layout.inner == size
     whole_rows = size and isinstance(layout, Block) and layout.inner % prod(shapes[0][1:]) == 0
-    if not in_order or not whole_rows or not allowed.issuperset(outputs) or size > _LARGEST or in_checkpoint(node):
+    if not in_order or not whole_rows or not reads.keys() >= set(outputs) or size > _LARGEST or in_checkpoint(node):
         return None
     ways = []
     for k in outputs:
@@ -137,4 +151,6 @@ def _kind(plan: Plan, node: Node) -> Hashable:
         if any(op_name(view) != "T" for view in views):
             return None
         ways.append((k, len(views), plan.tape.shapes(leaf), metadata(leaf)[0].dtype))
-    return name, shapes, layout, tuple(ways), tuple([value(node, o) for o in options if has(node, o)])
+    below = plan.tape.edges[node][0]
+    given = None if below is None else plan.tape.shape(below)  # the input's, if it was computed from parameters
+    return name, shapes, given, layout, tuple(ways), tuple([value(node, o) for o in options if has(node, o)])

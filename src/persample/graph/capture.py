@@ -57,18 +57,20 @@ class Capture:
 
     def run(self, retain_graph: bool) -> None:
         """Run the backward; the sink has got every factor when it returns."""
-        caught: dict[Node, Sequence[Tensor | None]] = {}  # cotangents of bundled nodes
+        bundled = [(bundle, bundle.room()) for bundle in self.plan.bundles]
+        arrived: set[Node] = set()  # bundled nodes that got a cotangent
         handles = [node.register_prehook(partial(self._consume, node)) for node in self.plan.hooked]
-        for bundle in self.plan.bundles:
-            handles += [node.register_prehook(partial(caught.__setitem__, node)) for node in bundle.nodes]
+        for bundle, room in bundled:
+            for node, place in zip(bundle.nodes, room.unbind(0), strict=True):
+                handles.append(node.register_prehook(partial(_copy, node, place, arrived)))
         try:
             cotangents = self._backward(retain_graph)
         finally:
             for handle in handles:
                 handle.remove()
         with torch.no_grad():
-            for bundle in self.plan.bundles:
-                self._untie(bundle, caught)
+            for bundle, room in bundled:
+                self._untie(bundle, room, [i for i, node in enumerate(bundle.nodes) if node in arrived])
         left = [*self.pending, *[node for node in self.plan.rest if node not in self.done and not is_leaf(node)]]
         with torch.no_grad():
             if any(saved.in_checkpoint(node) for node in left):
@@ -76,14 +78,14 @@ class Capture:
             else:
                 self._finish(cotangents)
 
-    def _untie(self, bundle: Bundle, caught: Mapping[Node, Sequence[Tensor | None]]) -> None:
-        """The factors of a bundle's parameters, those that got a cotangent."""
-        there = [(i, g) for i, node in enumerate(bundle.nodes) if node in caught and (g := caught[node][0]) is not None]
+    def _untie(self, bundle: Bundle, room: Tensor, there: Sequence[int]) -> None:
+        """The factors of a bundle's parameters, those whose nodes got a cotangent."""
         if not there:
             return
-        found = bundle.factors(self.map.sites, [g for _, g in there], [bundle.kept[i] for i, _ in there])
+        cotangents = room if len(there) == len(room) else room[list(there)]
+        found = bundle.factors(self.map.sites, cotangents, [bundle.kept[i] for i in there])
         for k, factor in found.items():
-            for part, (i, _) in zip(Part.all_of(factor, len(there)), there, strict=True):
+            for part, i in zip(Part.all_of(factor, len(there)), there, strict=True):
                 self._deliver(bundle.routes[k][i][1], part)
 
     def _backward(self, retain_graph: bool) -> dict[Slot, Tensor]:
@@ -280,6 +282,13 @@ class Capture:
         if factor is not None:
             for name in self.names[id(self.tape.leaves[leaf])]:
                 self.sink(name, factor)
+
+
+def _copy(node: Node, place: Tensor, arrived: set[Node], grads: Sequence[Tensor | None]) -> None:
+    """Keep the cotangent of a bundled node."""
+    if grads[0] is not None:
+        place.copy_(grads[0])
+        arrived.add(node)
 
 
 def _masked(value: Tensor, layout: Layout) -> Factor:
