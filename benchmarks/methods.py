@@ -9,9 +9,9 @@ from importlib.util import find_spec
 from torch import Tensor
 
 import persample as ps
-from persample.graph.entry import capture
-from persample.graph.plan import plan
+from persample.graph.entry import capture, planned
 from persample.graph.roots import Roots
+from persample.graph.tape import Slot
 
 from . import peers
 from .contender import MAX_NORM, Contender, from_losses
@@ -41,9 +41,19 @@ def _plain(task: Task) -> Contender:
     return Contender(task.losses, gradient, lambda: task.model.zero_grad(set_to_none=True))
 
 
-def _walk(task: Task) -> Contender:
-    params = list(task.params().values())
-    return from_losses(task, lambda losses: plan(Roots.of_losses(losses), params))
+def _plan(task: Task) -> Contender:
+    params = task.params()
+    return from_losses(task, lambda losses: planned(Roots.of_losses(losses), params))
+
+
+def _bare(task: Task) -> Contender:
+    params = task.params()
+
+    def forward() -> tuple[Roots, list[Slot]]:
+        roots = Roots.of_losses(task.losses())
+        return roots, planned(roots, params)[0].requested
+
+    return Contender(forward, lambda found: found[0].backward(found[1], retain_graph=False))
 
 
 def _capture(task: Task) -> Contender:
@@ -70,8 +80,9 @@ def _clipped_sum(task: Task) -> Contender:
 
 PLAIN = Method("plain", "plain step", "plain", _plain)
 TABLE = [
-    Method("walk", "the graph read and planned, without forward", "engine", _walk, with_forward=False),
-    Method("capture", "forward and factors, nothing stacked", "engine", _capture),
+    Method("plan", "the graph read, its plan recalled", "engine", _plan, with_forward=False),
+    Method("bare", "PyTorch's backward as far as it is needed", "engine", _bare, with_forward=False),
+    Method("capture", "the same with all factors, planning included", "engine", _capture, with_forward=False),
     Method("norms", "ps.norms", "norms", _norms),
     Method("clipped_sum", "ps.clipped_sum", "clipped sums", _clipped_sum),
     Method("grad_out", "ps.grad(out=)", "gradients", _grad_out),
@@ -84,5 +95,5 @@ TABLE = [
     Method("backpack-norms", "BackPACK norms", "norms", peers.backpack_norms, needs="backpack"),
 ]
 METHODS = {m.name: m for m in [PLAIN, *TABLE]}
-OURS = ["plain", "walk", "capture", "norms", "clipped_sum", "grad_out", "grad"]
+OURS = ["plain", "plan", "bare", "capture", "norms", "clipped_sum", "grad_out", "grad"]
 AGAINST_PEERS = ["plain", *(m.name for m in TABLE if m.kind != "engine")]

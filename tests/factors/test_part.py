@@ -130,7 +130,7 @@ def test_samples_that_cancel_are_known_to_their_own_part(kind: str, big: float) 
         weights = torch.zeros(4, dtype=torch.float64).index_fill(0, torch.tensor(i), 1) / group[1].norms()
         sums = bounded_sums({str(k): part for k, part in enumerate(group)}, weights, Workspace())
         assert float(sums["1"].norm()) <= 1 + 1e-3
-        assert_near(sums["0"], Outer(*calm).weighted_sum(weights), 1 + float(sums["0"].norm()), 1e-5)
+        assert_near(sums["0"], Outer(calm[0], calm[1]).weighted_sum(weights), 1 + float(sums["0"].norm()), 1e-5)
 
 
 def test_weights_too_small_for_float32() -> None:

@@ -83,7 +83,7 @@ def capture_from(
     The plan is put to the ``check`` before anything is run. The ordinary gradients at ``plain`` come back. ``tape`` is
     the graph, if it has been walked already.
     """
-    found, meeting = _planned(roots, params, plain, tape, check)
+    found, meeting = planned(roots, params, plain, tape, check)
     if meeting:
         _report_interaction(meeting, independent)
     elif independent and not trust_unseen:
@@ -99,8 +99,12 @@ def capture_from(
     return running.gradients
 
 
-def _planned(
-    roots: Roots, params: Mapping[str, Tensor], plain: Sequence[Slot], tape: Tape | None, check: Check | None
+def planned(
+    roots: Roots,
+    params: Mapping[str, Tensor],
+    plain: Sequence[Slot] = (),
+    tape: Tape | None = None,
+    check: Check | None = None,
 ) -> tuple[Plan, list[str]]:
     """What to do with this graph, and the ops in which samples meet."""
     tensors = list(params.values())
