@@ -341,6 +341,28 @@ def test_what_cannot_be_read(again: bool) -> None:
         ps.norms(losses, model)
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_what_changes_during_the_backward(again: bool) -> None:
+    """An activation that every node has read by then, but the bundle has not."""
+    if again:
+        weights, losses = chain(CHAINS["products"][0])
+        ps.grad(losses, weights)
+    seen: list[Tensor] = []
+
+    def spoiled(g: Tensor) -> None:
+        seen[3].add_(1)
+
+    def step(i: int, h: Tensor, w: Tensor) -> Tensor:
+        seen.append((h @ w).tanh())
+        return seen[-1]
+
+    weights, losses = chain(step)
+    seen[1].register_hook(spoiled)
+    assert bundles(losses, weights) == [5]
+    with pytest.raises(ps.UnsupportedError, match=r"MmBackward0 had saved was changed in place.*work on a copy"):
+        ps.grad(losses, weights)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("shape", [(4, 4), (4, 5, 4)], ids=str)
 def test_a_sample_that_is_not_finite(shape: tuple[int, ...], value: float) -> None:
