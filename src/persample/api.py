@@ -72,6 +72,7 @@ def grad(
     tensors = named(params)
     check_losses(losses)
     with boundary(losses):
+        POOL.begin_call()
         buffers = _buffers(out, tensors, len(losses))
         missing = dict(buffers)
 

@@ -18,6 +18,7 @@ from persample.kernels.conv_geometry import Geometry
 __all__ = ["CACHE_BYTES", "KERNELS", "SHORT_RUN", "fit", "library_gradient", "matrices", "unfolded", "windows"]
 
 CACHE_BYTES = 2**21  # temporaries up to here are rewritten in place, without a trip to memory
+_FRESH = 2**22  # bytes; a larger block may be new pages every time
 _VECTOR, _FEW_COLUMNS = 8, 64
 SHORT_RUN = 5  # shorter ones are copied faster one element of each at a time
 
@@ -30,11 +31,24 @@ def library_gradient(x: Tensor, dy: Tensor, weight: Tensor, geometry: Geometry) 
 
 
 def _library(x: Tensor, dy: Tensor, out: Tensor, geometry: Geometry) -> Tensor:
-    """(1) by PyTorch's own weight gradient. It sums over a batch, not over groups: samples become groups."""
+    """(1) by PyTorch's own weight gradient. It sums over a batch, not over groups: samples become groups.
+
+    Its result is in memory of its own: a few samples at a time if that would be fresh pages.
+    """
     kernel, space = out.shape[3:], dy.shape[3:]
     if geometry.output_size(x.shape[3:], kernel) != tuple(space):  # a large output_padding, roles exchanged
         x = fit(x, kernel, space, geometry)
         geometry = replace(geometry, padding=(0,) * len(kernel))
+    portions = -(-out.nbytes // _FRESH) if x.device.type == "cpu" else 1
+    if portions == 1:
+        return _folded(x, dy, out, geometry)
+    for some in _steps(len(out), -(-len(out) // portions)):
+        out[some] = _folded(x[some], dy[some], out[some], geometry)
+    return out
+
+
+def _folded(x: Tensor, dy: Tensor, out: Tensor, geometry: Geometry) -> Tensor:
+    """`_library` for samples that are done at once."""
     folded = replace(geometry, groups=len(out) * geometry.groups)
     x, dy = (t.transpose(0, 1).flatten(1, 2) for t in (x, dy))
     return library_gradient(x, dy, out.flatten(0, 1), folded).view(out.shape)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...factors import Dense, Factor
 from ...kernels.norms import wide
+from ...kernels.pages import recycled
 from ..flows.fibres import BATCH_NORMS, normalises_batch
 from ..lanes import sum_per_sample
 from ..layout import Shape, carry
@@ -70,9 +71,10 @@ def group_norm(use: Use) -> Factor | None:
         return None
     site = use.site
     if "sums" not in site.memo:
-        g = use.g.to(wide(use.g.dtype))
-        positions = prod(g.shape[2:])
-        site.memo["sums"] = [t.reshape(*g.shape[:2], positions).sum(2) for t in (g * site.tensor("input"), g)]
+        size, dtype = (*use.g.shape[:2], prod(use.g.shape[2:])), wide(use.g.dtype)
+        g, x = (t.to(dtype).reshape(size) for t in (use.g, site.tensor("input")))
+        product = torch.mul(g, x, out=recycled(size, dtype, g.device))
+        site.memo["sums"] = product.sum(2), g.sum(2)
     with_x, value = site.memo["sums"]
     if use.k == 1:
         n, channels = value.shape
