@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from persample.kernels import conv_kernels
+from persample.kernels import conv_kernels, conv_select
 from persample.kernels.conv_select import applicable
-from persample.kernels.convolution import KERNELS, choose, explain_choice, use_kernel, weight_per_sample
+from persample.kernels.convolution import KERNELS, Geometry, choose, explain_choice, use_kernel, weight_per_sample
 from tests.kernels.conv_cases import CASES, Case, case
 
 EACH_KERNEL = [
@@ -318,3 +318,17 @@ def test_random_geometry(data: st.DataObject) -> None:
 
 def test_every_kernel_is_tried() -> None:
     assert {kernel for c in CASES.values() for kernel in applicable(c.weight_size)} == set(KERNELS)
+
+
+def test_measured_kernels_are_timed_once_and_right() -> None:
+    geometry = Geometry((1, 1), (1, 1), (1, 1), transposed=False, output_padding=(0, 0), groups=1)
+    x, dy = torch.randn(3, 1, 2, 5, 5).double(), torch.randn(3, 1, 4, 5, 5).double()
+    want = weight_per_sample(x, dy, (4, 2, 3, 3), geometry)
+    key = (3, 1, (4, 2, 3, 3), (5, 5), (5, 5), geometry, torch.float64)
+    with use_kernel("measured"):
+        torch.testing.assert_close(weight_per_sample(x, dy, (4, 2, 3, 3), geometry), want)
+        assert choose(*key) == conv_select._fastest[key]
+        conv_select._fastest[key] = "shifted"  # remembered, not timed again
+        assert explain_choice(*key).kernel == "shifted"
+        assert weight_per_sample(x[:0], dy[:0], (4, 2, 3, 3), geometry).shape == (0, 4, 2, 3, 3)
+    del conv_select._fastest[key]

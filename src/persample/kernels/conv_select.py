@@ -2,13 +2,14 @@
 
 Each kernel's time is a sum of counts times nanoseconds, fitted to measurements of about 1100 shapes (one core with
 AVX2, others busy). Only the order of the sums matters. On the 80 shapes of `python -m benchmarks.convolutions` the
-choice took 1.02 times the best kernel's time on average, and more than 1.15 times on 3 of them; on 150 random shapes
-that had no part in the fit, 1.04 times, and more than 1.15 times on 9%. `explain_choice` shows the sums, and
-`use_kernel` overrides them.
+choice took 1.01 to 1.02 times the best kernel's time on average, and more than 1.15 times on 3 of them with one thread
+and on 5 with two; on 150 random shapes that had no part in the fit, 1.04 times, and more than 1.15 times on 9%.
+`explain_choice` shows the sums, and `use_kernel` overrides them.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,11 +19,15 @@ import torch
 from persample.kernels.conv_geometry import Geometry
 from persample.kernels.conv_kernels import CACHE_BYTES, SHORT_RUN
 
-__all__ = ["Choice", "applicable", "choose", "explain_choice", "use_kernel"]
+__all__ = ["Choice", "applicable", "choose", "explain_choice", "is_measuring", "measure", "use_kernel"]
 
 _FRESH_BYTES = 2**24  # an allocation from here on may be new pages every time
 _SMALL_PRODUCT = 400  # multiplications; below, PyTorch does not call BLAS
+_MEASURED = "measured"
 _preferred: str | None = None  # see `use_kernel`
+# samples, images, sizes of weight, x and dy, geometry, dtype
+Key = tuple[int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...], Geometry, torch.dtype]
+_fastest: dict[Key, str] = {}  # of those that were measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,8 +194,10 @@ def explain_choice(
     >>> choice.kernel, sorted(choice.milliseconds)
     ('unfold', ['library', 'shifted', 'unfold'])
     """
-    sizes = tuple(weight_size), tuple(x_size), tuple(dy_size)
-    milliseconds = _estimates(samples, images, *sizes, geometry, dtype)
+    key = samples, images, tuple(weight_size), tuple(x_size), tuple(dy_size), geometry, dtype
+    milliseconds = _estimates(*key)
+    if is_measuring() and key in _fastest:
+        return Choice(_fastest[key], milliseconds)
     if _preferred in applicable(weight_size):
         return Choice(_preferred, milliseconds)
     if "pointwise" in applicable(weight_size):
@@ -202,19 +209,40 @@ def explain_choice(
 def use_kernel(name: str) -> Iterator[None]:
     """Inside, take this kernel for every convolution that it can do, in all threads.
 
+    "measured" times all kernels at the first convolution of each shape, and takes the fastest from then on. Results may
+    then differ in their last digits from run to run.
+
     >>> geometry = Geometry((1, 1), (1, 1), (1, 1), transposed=False, output_padding=(0, 0), groups=1)
     >>> with use_kernel("library"):
     ...     choose(32, 1, (256, 256, 3, 3), (4, 4), (4, 4), geometry)
     'library'
     """
     global _preferred
-    if name not in ("pointwise", *_COSTS):
-        raise ValueError(f"there is no kernel {name!r}; choose from {('pointwise', *_COSTS)}")
+    if name not in (_MEASURED, "pointwise", *_COSTS):
+        raise ValueError(f"there is no kernel {name!r}; choose from {(_MEASURED, 'pointwise', *_COSTS)}")
     before, _preferred = _preferred, name
     try:
         yield
     finally:
         _preferred = before
+
+
+def is_measuring() -> bool:
+    """Are kernels to be timed?"""
+    return _preferred == _MEASURED
+
+
+def measure(key: Key, run: Callable[[str], object]) -> str:
+    """The fastest kernel for convolutions of this kind: ``run`` calls the one that it is given."""
+    if key not in _fastest:
+        _fastest[key] = min(applicable(key[2]), key=lambda name: min(_seconds(run, name) for _ in range(3)))
+    return _fastest[key]
+
+
+def _seconds(run: Callable[[str], object], name: str) -> float:
+    start = time.perf_counter()
+    run(name)
+    return time.perf_counter() - start
 
 
 @lru_cache(maxsize=1024)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from persample.kernels.conv_geometry import Geometry
 from persample.kernels.conv_kernels import KERNELS, fit, library_gradient, matrices, windows
-from persample.kernels.conv_select import applicable, choose, explain_choice, use_kernel
+from persample.kernels.conv_select import applicable, choose, explain_choice, is_measuring, measure, use_kernel
 
 __all__ = [
     "KERNELS",
@@ -66,7 +66,7 @@ def weight_per_sample(
     shape, dtype = (x.shape[0], *weight_size), _working_dtype(x)
     if out is not None and out.shape != shape:
         raise ValueError(f"out has shape {tuple(out.shape)}, the per-sample gradients have {shape}")
-    name = kernel or choose(x.shape[0], x.shape[1], weight_size, x.shape[3:], dy.shape[3:], geometry, dtype)
+    name = kernel or _choose(x, dy, weight_size, geometry, dtype)
     if name not in applicable(weight_size):
         raise ValueError(f"kernel {name!r} cannot do this; choose from {applicable(weight_size)}")
     if geometry.transposed:
@@ -81,6 +81,13 @@ def weight_per_sample(
         if out is None:
             return result.to(x.dtype)
         return out if result is out else out.copy_(result)
+
+
+def _choose(x: Tensor, dy: Tensor, weight_size: Sequence[int], geometry: Geometry, dtype: torch.dtype) -> str:
+    key = (*x.shape[:2], tuple(weight_size), tuple(x.shape[3:]), tuple(dy.shape[3:]), geometry, dtype)
+    if is_measuring() and x.numel() and dy.numel():
+        return measure(key, lambda name: weight_per_sample(x, dy, weight_size, geometry, kernel=name))
+    return choose(*key)
 
 
 def weight_summed(x: Tensor, dy: Tensor, weight_size: Sequence[int], geometry: Geometry) -> Tensor:
