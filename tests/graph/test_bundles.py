@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -19,26 +19,13 @@ from torch.utils.checkpoint import checkpoint
 
 import persample as ps
 from persample.factors import Factor, Part
-from persample.graph import recall
 from persample.graph.capture import Capture
 from persample.graph.entry import planned
 from persample.graph.roots import Roots
+from tests.graph.look_alikes import Program, data, nothing_remembered  # noqa: F401
 from tests.reference import Params, assert_same, definition, named
 
-Program = Callable[[], tuple[Params, Tensor]]  # parameters and losses
 Losses = Callable[[Tensor], Tensor]  # of a model's output
-
-
-@pytest.fixture(autouse=True)
-def nothing_remembered() -> Iterator[None]:
-    recall._PLANS.clear()
-    yield
-    recall._PLANS.clear()
-
-
-def data(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    """The same numbers for the same shape and seed."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def leaves(count: int, *shape: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
