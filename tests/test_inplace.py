@@ -152,3 +152,57 @@ def test_the_inputs_version_is_not_moved() -> None:
     ps.grad(losses, model, retain_graph=True)
     assert (x._version, losses._version, [p._version for p in model.parameters()]) == before
     losses.sum().backward()
+
+
+class Reversed(torch.autograd.Function):
+    """Turns gradients around, in the memory of the cotangent, which others have too."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, *grads: Tensor) -> Tensor:
+        return grads[0].neg_()
+
+
+def turned_around(weights: list[Tensor]) -> Tensor:
+    h = (torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).double() @ weights[0]).tanh()
+    for w in weights[1:]:
+        h = Reversed.apply(h) + h.tanh() @ w
+    return h.square().mean(1)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("ask", [ps.grad, ps.norms, lambda losses, w: ps.clipped_sum(losses, w, max_norm=0.1)])
+@pytest.mark.parametrize("layers", [2, 5])
+def test_a_cotangent_that_changes_during_the_backward(layers: int, ask: Callable[..., object], tied: bool) -> None:
+    """Right, or refused: what was made from it may have been used already."""
+    torch.manual_seed(0)
+    first, *others = [torch.randn(4, 4).double().requires_grad_() for _ in range(layers)]
+    weights = [first, *[others[0]] * len(others)] if tied else [first, *others]
+    params = list(dict.fromkeys(weights))
+    want = definition(turned_around(weights), params)
+    every = torch.cat([rows.flatten(1) for rows in want.values()], 1).norm(dim=1)
+    clipped = [torch.tensordot((0.1 / every).clamp(max=1), rows, 1) for rows in want.values()]
+    try:
+        found = ask(turned_around(weights), params)
+    except ps.UnsupportedError:
+        return
+    expected = {ps.grad: list(want.values()), ps.norms: [every]}.get(ask, clipped)
+    for mine, right in zip(found if isinstance(found, tuple) else [found], expected, strict=True):
+        torch.testing.assert_close(mine, right)
+
+
+def test_gradients_that_are_written_at_once_are_right() -> None:
+    torch.manual_seed(0)
+    weights = [torch.randn(4, 4).double().requires_grad_() for _ in range(5)]
+    want = definition(turned_around(weights), weights)
+    assert_same(ps.grad(turned_around(weights), weights), want)
+
+
+def test_a_kept_cotangent_that_changes_is_refused() -> None:
+    torch.manual_seed(0)
+    weights = [torch.randn(4, 4).double().requires_grad_() for _ in range(2)]
+    with pytest.raises(ps.UnsupportedError, match="changed in place during the backward"):
+        ps.clipped_sum(turned_around(weights), weights, max_norm=0.1)

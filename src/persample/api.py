@@ -91,11 +91,8 @@ def empty_cache() -> None:
     >>> import persample as ps
     >>> ps.empty_cache()
 
-    Temporaries of `reduce` and all that is made from it are written into pages that earlier calls have used, because
-    fresh ones are slow; what the last few calls did not use is released without being asked. Results own their memory.
-
-    Args: none.
-    Returns: None.
+    Temporaries are written into pages that earlier calls have used, because fresh ones are slow; what the last few
+    calls did not use is released without being asked. Results own their memory.
     """
     POOL.empty()
 

@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from .._errors import UnsupportedError
 from ..factors import Factor
 from .layout import Block
 from .notes import unnoted
 from .plan import Plan, Route
 from .pullback import lifted
 from .rules import RULES, Use
-from .saved import has, in_checkpoint, metadata, tensor, value, version
+from .saved import has, in_checkpoint, metadata, tensor, value
 from .site import Sites
 from .tape import op_name
 
@@ -52,7 +51,6 @@ class Bundle:
     layout: Block  # of the cotangents of one node
     routes: Mapping[int, tuple[Route, ...]]
     kept: Sequence[Saved] = ()  # what every node has saved that will be needed, as the backward lets go of it
-    versions: Sequence[int] = ()  # how often that had been changed in place
 
     def renamed(self, names: Any) -> Bundle:
         """The same with ``names[node]`` for every node."""
@@ -80,7 +78,6 @@ class Bundle:
         first = kinds.pop()
         plain = None not in first and not first[0].is_complex and all(kind[:2] == first[:2] for kind in first[2:])
         self.kept = kept  # type: ignore[assignment]
-        self.versions = [version(t) for one in kept for t in one.values() if t is not None]
         return plain and not kinds
 
     def room(self) -> Tensor:
@@ -91,11 +88,6 @@ class Bundle:
     def factors(self, sites: Sites, cotangents: Tensor, kept: Sequence[Saved]) -> dict[int, Factor]:
         """For every output, one factor with the samples of all nodes that got a cotangent."""
         site = sites[self.nodes[0]]
-        if self.versions != [version(t) for one in self.kept for t in one.values()]:
-            raise UnsupportedError(
-                f"what {type(site.node).__name__} had saved was changed in place during the backward, by a hook or a "
-                f"custom Function: let it work on a copy"
-            )
         site.recomputed = {name: torch.cat([one[name] for one in kept]) for name in kept[0]}
         layout = Block(len(cotangents) * self.layout.batch, self.layout.inner)
         g, found = cotangents.flatten(0, 1), {}

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from .._errors import UnsupportedError
 from ..factors import Dense, Factor, Masked, Part, combine
 from . import saved
 from .bundles import Bundle
@@ -54,10 +56,13 @@ class Capture:
         self.slow: dict[tuple[str, str], str] = {}  # op and parameter -> what to warn of
         self.slow_below: dict[tuple[str, str], str] = {}  # the same, for batched nodes
         self.record: list[tuple[Site, int, str]] = []  # which use was handled how
+        self.lent: list[tuple[ref[Tensor], int]] = []  # PyTorch's tensors that are relied on, and their versions
 
     def run(self, retain_graph: bool) -> None:
         """Run the backward; the sink has got every factor when it returns."""
         bundled = [(bundle, bundle.room()) for bundle in self.plan.bundles]
+        for bundle, _ in bundled:
+            self._rely_on([t for kept in bundle.kept for t in kept.values()])
         arrived: set[Node] = set()  # bundled nodes that got a cotangent
         handles = [node.register_prehook(partial(self._consume, node)) for node in self.plan.hooked]
         for bundle, room in bundled:
@@ -68,15 +73,29 @@ class Capture:
         finally:
             for handle in handles:
                 handle.remove()
+        self._check_unchanged()
+        left = [*self.pending, *[node for node in self.plan.rest if node not in self.done and not is_leaf(node)]]
         with torch.no_grad():
             for bundle, room in bundled:
                 self._untie(bundle, room, [i for i, node in enumerate(bundle.nodes) if node in arrived])
-        left = [*self.pending, *[node for node in self.plan.rest if node not in self.done and not is_leaf(node)]]
-        with torch.no_grad():
             if any(saved.in_checkpoint(node) for node in left):
                 saved.in_own_task(lambda: self._finish(cotangents))  # one recomputation of each region for all of them
             else:
                 self._finish(cotangents)
+
+    def _rely_on(self, tensors: Sequence[Tensor]) -> None:
+        """These are to stay as they are until the backward is over, or nobody has them any more."""
+        self.lent += [(ref(t), saved.version(t)) for t in tensors]
+
+    def _check_unchanged(self) -> None:
+        """Factors are made of cotangents and saved tensors, which others may change in place when their turn comes."""
+        for reference, version in self.lent:
+            t = reference()
+            if t is not None and saved.version(t) != version:
+                raise UnsupportedError(
+                    f"a cotangent or a saved tensor of shape {tuple(t.shape)} was changed in place during the "
+                    f"backward, by a hook or a custom Function: let it work on a copy"
+                )
 
     def _untie(self, bundle: Bundle, room: Tensor, there: Sequence[int]) -> None:
         """The factors of a bundle's parameters, those whose nodes got a cotangent."""
@@ -154,6 +173,7 @@ class Capture:
             factor = self._by_rule(Use(site, k, cotangents, layouts, self.map.batch))
             if factor is not None:
                 found[k] = factor
+                self._rely_on(factor.tensors)
                 self.record.append((site, k, f"rule: {type(factor).__name__}"))
         slow = [k for k in outputs if k not in found]
         if slow:
@@ -245,7 +265,7 @@ class Capture:
         terms = self.terms.get((node, 0))
         if slot is None or not terms:
             return []
-        factor = lifted(site, combine(terms))
+        factor = lifted(site, self._combined(terms))
         if factor is None:
             return []
         del self.terms[node, 0]
@@ -275,7 +295,13 @@ class Capture:
 
     def _take(self, slot: Slot) -> Factor | None:
         terms = self.terms.pop(slot, None)
-        return combine(terms) if terms else None
+        return self._combined(terms) if terms else None
+
+    def _combined(self, terms: Sequence[Factor]) -> Factor:
+        """The sum of several uses, of which some have waited."""
+        if len(terms) > 1:
+            self._check_unchanged()
+        return combine(terms)
 
     def _deliver(self, leaf: Node, factor: Factor | None) -> None:
         self.done.add(leaf)

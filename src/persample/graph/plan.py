@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -15,6 +15,9 @@ from .names import WEIGHT_VIEWS
 from .roots import Roots
 from .saved import is_custom
 from .tape import Slot, Tape, is_leaf, leading_to, op_name, walk
+
+if TYPE_CHECKING:
+    from .bundles import Bundle
 
 Route = tuple[tuple[Node, ...], Node]  # views of a parameter from the nearest to the last, and its leaf
 
@@ -32,7 +35,7 @@ class Plan:
     rest: list[Node] = field(default_factory=list)  # batched nodes on no such way, from the losses down
     waiting: dict[Node, int] = field(default_factory=dict)  # batched node -> contributions that will come to it
     activations: int = 0  # about how many numbers the forward pass has kept
-    bundles: list[Any] = field(default_factory=list)  # frontier nodes whose factors are made together
+    bundles: list[Bundle] = field(default_factory=list)  # frontier nodes whose factors are made together
 
 
 def plan(

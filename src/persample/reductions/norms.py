@@ -38,7 +38,7 @@ class Norms(Reduction):
         )
 
 
-_QUEUE = 2**22  # bytes of small factors that wait for their kin
+_QUEUE = 2**23  # bytes of small factors that may wait for their kin
 
 
 class ParameterNorms:
@@ -52,21 +52,14 @@ class ParameterNorms:
         self._bytes = 0  # of those that wait
 
     def add(self, name: str, factor: Factor) -> None:
-        """Small factors wait for more of their kind."""
+        """Small factors wait for more of their kind, as long as there is room."""
         factor = factor.measured
-        kind = family(factor)
-        if kind is None:
+        kind, size = family(factor), factor.nbytes
+        if kind is None or self._bytes + size > _QUEUE:
             self._find([(name, factor)])
-            return
-        self._waiting.setdefault(kind, []).append((name, factor))
-        self._bytes += factor.nbytes
-        if self._bytes > _QUEUE:
-            self._flush()
-
-    def _flush(self) -> None:
-        for waiting in self._waiting.values():
-            self._find(waiting)
-        self._waiting, self._bytes = {}, 0
+        else:
+            self._waiting.setdefault(kind, []).append((name, factor))
+            self._bytes += size
 
     def _find(self, factors: Sequence[tuple[str, Factor]]) -> None:
         """The norms of one family."""
@@ -77,7 +70,9 @@ class ParameterNorms:
 
     def by_group(self, groups: Groups) -> Mapping[Hashable, Tensor]:
         """(B,) in float64 for every group."""
-        self._flush()
+        for waiting in self._waiting.values():
+            self._find(waiting)
+        self._waiting = {}
         every = torch.cat(self._found).t() if self._found else self._call.zeros(self._call.batch, 0)
         return {key: self._together(every, names) for key, names in groups.members.items()}
 
