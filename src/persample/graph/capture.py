@@ -84,8 +84,11 @@ class Capture:
                 self._finish(cotangents)
 
     def _rely_on(self, tensors: Sequence[Tensor]) -> None:
-        """These are to stay as they are until the backward is over, or nobody has them any more."""
-        self.lent += [(ref(t), saved.version(t)) for t in tensors]
+        """These are to stay as they are until the backward is over, or nobody has them any more.
+
+        Those made in inference mode have no versions.
+        """
+        self.lent += [(ref(t), saved.version(t)) for t in tensors if not t.is_inference()]
 
     def _check_unchanged(self) -> None:
         """Factors are made of cotangents and saved tensors, which others may change in place when their turn comes."""
