@@ -14,6 +14,7 @@ ROOT = Path(persample.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 LAYERS = [
     "kernels",
+    "distributed",
     "nn",
     "factors",
     "reductions",

@@ -18,15 +18,19 @@ class UnsupportedError(RuntimeError):
 
 
 class NonFiniteError(RuntimeError):
-    """Some samples' gradients are infinite or NaN; ``samples`` are their indices."""
+    """Some samples' gradients are infinite or NaN; ``samples`` are their indices, ``elsewhere`` counts other ranks'."""
 
-    def __init__(self, samples: list[int], batch: int) -> None:
-        super().__init__(samples, batch)
-        self.samples, self.batch = samples, batch
+    def __init__(self, samples: list[int], batch: int, elsewhere: int = 0) -> None:
+        super().__init__(samples, batch, elsewhere)
+        self.samples, self.batch, self.elsewhere = samples, batch, elsewhere
 
     def __str__(self) -> str:
+        remedy = "Look at these samples, or leave them out with nonfinite='drop'"
+        if not self.samples:
+            return f"gradients of {self.elsewhere} samples on other ranks are not finite. {remedy}"
         shown = ", ".join(map(str, self.samples[:20])) + (", …" if len(self.samples) > 20 else "")
         return (
-            f"gradients of {len(self.samples)} of {self.batch} samples are not finite: {shown}. Look at these samples, "
-            f"or leave them out with nonfinite='drop'"
+            f"gradients of {len(self.samples)} of {self.batch} samples are not finite: {shown}"
+            + (f", and of {self.elsewhere} on other ranks" if self.elsewhere else "")
+            + f". {remedy}"
         )

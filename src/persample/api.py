@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 from ._errors import UnsupportedError
+from .distributed import undisturbed
 from .factors import Factor
 from .graph.entry import capture_into
 from .graph.saved import SEES_CHECKPOINTS
@@ -71,15 +72,15 @@ def grad(
     """
     tensors = named(params)
     check_losses(losses)
-    with boundary(losses):
+    with boundary(losses), undisturbed(losses, tensors, last=not retain_graph) as leaves:
         POOL.begin_call()
-        buffers = _buffers(out, tensors, len(losses))
+        buffers = _buffers(out, leaves.full, len(losses))
         missing = dict(buffers)
 
         def write(name: str, factor: Factor) -> None:
             factor.stack(missing.pop(name))
 
-        capture_into(losses, tensors, write, retain_graph=retain_graph, independent=independent)
+        capture_into(losses, leaves.full, write, retain_graph=retain_graph, independent=independent)
         for buffer in missing.values():
             buffer.zero_()
     return pack(params, buffers)

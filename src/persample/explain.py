@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ._table import render
 from .api import boundary, check_losses
+from .distributed import undisturbed
 from .graph.describe import Handling, describe
 from .params import Params, named
 
@@ -47,6 +48,6 @@ def explain(losses: Tensor, params: Params) -> Explanation:
         An `Explanation`: ``rows`` with one entry per use, and ``interactions``, the ops in which samples meet.
     """
     check_losses(losses)
-    with boundary(losses):
-        rows, meeting = describe(losses, named(params))
+    with boundary(losses), undisturbed(losses, named(params), last=False) as leaves:
+        rows, meeting = describe(losses, leaves.full)
     return Explanation(tuple(rows), tuple(meeting))

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from ._errors import UnsupportedError
 from .api import boundary, check_losses
+from .distributed import Leaves, Ranks, accumulate, undisturbed
 from .factors import Workspace
 from .graph.entry import capture_into
+from .graph.saved import late_hooks
 from .kernels.pages import POOL
 from .params import Params, named, pack
 from .reductions import Call, ClippedSum, Clipping, Reduction, Run
@@ -26,6 +29,7 @@ def reduce(
     retain_graph: bool = False,
     independent: bool = False,
     max_memory: int | None = None,
+    process_group: ProcessGroup | None = None,
 ) -> tuple[Any, ...]:
     """Several things computed from the per-sample gradients, in one backward and without all of them written out.
 
@@ -46,12 +50,21 @@ def reduce(
         max_memory: bytes that may be spent on gradients written out, for a few samples at a time and, beside them, kept
             to be used again where that takes more than the inputs and cotangents they are made from; by default about
             what the forward pass has kept for the backward. One sample's gradient of one parameter always fits.
+        process_group: sums and moments over the samples of all its ranks; by default, of this process alone. Every rank
+            makes the same call. What has one row per sample is refused.
 
     Returns:
         One result per reduction.
     """
-    with _run(losses, params, reductions, retain_graph, independent, max_memory) as running:
-        return tuple(r.result() for r in running)
+    ranks = Ranks.of(process_group)
+    check_reductions(reductions, max_memory, ranks)
+    tensors = named(params)
+    check_losses(losses)
+    with boundary(losses), undisturbed(losses, tensors, last=not retain_graph) as leaves:
+        run, tell = start(reductions, params, leaves.full, len(losses), losses.device, max_memory, ranks)
+        capture_into(losses, leaves.full, run.add, retain_graph=retain_graph, independent=independent, tell_bytes=tell)
+        with torch.no_grad():
+            return tuple(r.result() for r in run.reductions)
 
 
 def backward(
@@ -62,6 +75,7 @@ def backward(
     retain_graph: bool = False,
     independent: bool = False,
     max_memory: int | None = None,
+    process_group: ProcessGroup | None = None,
 ) -> Clipping:
     """Accumulate a clipped sum of the per-sample gradients into ``p.grad``, as ``losses.sum().backward()`` would.
 
@@ -79,47 +93,53 @@ def backward(
         retain_graph: keep the graph for another backward.
         independent: raise ``InteractionError`` if one sample's loss is seen to depend on another sample.
         max_memory: as for ``ps.reduce``.
+        process_group: accumulate the sum over all its ranks; by default nothing is communicated, whatever wraps the
+            model, and ``p.grad`` is of this process's samples alone (which sharded parameters have no room for).
 
     Returns:
-        A `Clipping`: every sample's norm before clipping, its weight, and which samples were dropped.
+        A `Clipping`: the norm of every sample of this process before clipping, its weight, and which were dropped.
     """
     if not isinstance(reduction, ClippedSum):
         raise TypeError(f"backward accumulates a ClippedSum, not a {type(reduction).__name__}")
-    tensors = named(params)
-    with _run(losses, params, [reduction], retain_graph, independent, max_memory) as running:
-        assert isinstance(running[0], ClippedSum)
-        clipping, sums = running[0].clip()
-    with boundary(losses), torch.enable_grad():
-        if tensors and not len(losses):  # an empty batch has no factors, but gradients of zero all the same
-            zeros = torch.autograd.grad(
-                losses.sum(), list(tensors.values()), retain_graph=retain_graph, allow_unused=True
-            )
-            sums = {name: g for name, g in zip(tensors, zeros, strict=True) if g is not None}
-        once = {id(p): name for name, p in tensors.items() if name in sums}  # a tensor may be given twice
-        torch.autograd.backward([tensors[name] for name in once.values()], [sums[name] for name in once.values()])
+    tensors, ranks = named(params), Ranks.of(process_group)
+    check_memory(max_memory)
+    check_losses(losses)
+    with boundary(losses), undisturbed(losses, tensors, last=not retain_graph) as leaves:
+        if ranks is None:
+            _refuse_shards(leaves)
+        run, tell = start([reduction], params, leaves.full, len(losses), losses.device, max_memory, ranks)
+        capture_into(losses, leaves.full, run.add, retain_graph=retain_graph, independent=independent, tell_bytes=tell)
+        (running,) = run.reductions
+        assert isinstance(running, ClippedSum)
+        with torch.no_grad():
+            clipping, sums = running.clip()
+            if not len(losses):  # without factors, but with gradients of zero all the same
+                sums = _zeros(losses, leaves.full, retain_graph)
+            found = run.call.over_ranks(sums)
+        once = {id(p): (p, found[name]) for name, p in leaves.owned.items() if name in found}  # may be given twice
+    with boundary(losses):
+        for p, total in once.values():
+            accumulate(p, total, late_hooks(p))
     return clipping
 
 
-@contextmanager
-def _run(
-    losses: Tensor,
-    params: Params,
-    reductions: Sequence[Reduction],
-    retain_graph: bool,
-    independent: bool,
-    max_memory: int | None,
-) -> Iterator[list[Reduction]]:
-    """All reductions after the backward, to be asked for their results under the modes of this package."""
-    check_reductions(reductions, max_memory)
-    tensors = named(params)
-    check_losses(losses)
-    with boundary(losses):
-        run, tell_bytes = start(reductions, params, tensors, len(losses), losses.device, max_memory)
-        capture_into(
-            losses, tensors, run.add, retain_graph=retain_graph, independent=independent, tell_bytes=tell_bytes
+def _refuse_shards(leaves: Leaves) -> None:
+    if leaves.sharded:
+        raise UnsupportedError(
+            f"parameters {leaves.sharded} are sharded, and their p.grad has no room for this process's own sum: pass "
+            f"process_group= for the sum over ranks; or take w from ps.clipped_sum or ps.norms with retain_graph=True "
+            f"and call (w * losses).sum().backward()"
         )
-        with torch.no_grad():
-            yield run.reductions
+
+
+def _zeros(losses: Tensor, params: Mapping[str, Tensor], retain_graph: bool) -> dict[str, Tensor]:
+    """The gradients of an empty batch, for the parameters that it reaches."""
+    if not params:
+        return {}
+    with torch.enable_grad():
+        total = losses.sum()
+    found = torch.autograd.grad(total, list(params.values()), retain_graph=retain_graph, allow_unused=True)
+    return {name: g for name, g in zip(params, found, strict=True) if g is not None}
 
 
 def start(
@@ -129,6 +149,7 @@ def start(
     batch: int,
     device: torch.device,
     max_memory: int | None,
+    ranks: Ranks | None = None,
 ) -> tuple[Run, Callable[[int], None] | None]:
     """A run of the reductions; and, where memory was not bounded, whom to tell what the forward pass has kept."""
     POOL.begin_call()
@@ -137,16 +158,21 @@ def start(
     def default_limit(activations: int) -> None:
         space.limit = max(activations, _LEAST)
 
-    call = Call(tensors, batch, device, lambda found: pack(params, found), space)
+    call = Call(tensors, batch, device, lambda found: pack(params, found), space, ranks)
     return Run(reductions, call), default_limit if max_memory is None else None
 
 
-def check_reductions(reductions: Sequence[Reduction], max_memory: int | None) -> None:
-    """Refuse what is not a reduction, and what is not a number of bytes."""
+def check_reductions(reductions: Sequence[Reduction], max_memory: int | None, ranks: Ranks | None = None) -> None:
+    """Refuse what is not a reduction or has no sum over ranks, and what is not a number of bytes."""
     for reduction in reductions:
         if not isinstance(cast(object, reduction), Reduction):
             hint = f": write {reduction.__name__}()" if isinstance(reduction, type) else ""
             raise TypeError(f"expected reductions such as ps.Norms(), but got {reduction!r}{hint}")
+        if ranks is not None and not reduction.over_ranks:
+            raise ValueError(
+                f"{type(reduction).__name__} has rows for the samples of this process and no sum over ranks: leave out "
+                f"process_group=, and gather the rows by torch.distributed.all_gather if need be"
+            )
     check_memory(max_memory)
 
 

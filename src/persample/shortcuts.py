@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Any, Literal, TypedDict, Unpack
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from .api import boundary, check_losses
+from .distributed import Ranks, undisturbed
 from .factors import Factor
 from .graph.entry import capture_into
 from .graph.tape import share_nodes
 from .params import Params, named
-from .reduce import check_memory, reduce
+from .reduce import check_reductions, reduce
 from .reductions import ClippedSum, Dot, Gram, Norms, Project, Projection, SecondMoment, Variance
 from .reductions.clipping import Bounds
 from .reductions.groups import Per
@@ -24,6 +26,7 @@ class Options(TypedDict, total=False):
     retain_graph: bool
     independent: bool
     max_memory: int | None
+    process_group: ProcessGroup | None
 
 
 def norms(losses: Tensor, params: Params, *, per: Per = None, **options: Unpack[Options]) -> Any:
@@ -74,7 +77,7 @@ def clipped_sum(
         max_norm: the bound, or one for each parameter or group of ``per``.
         per: what is clipped together: None for everything, "parameter", or groups that hold every parameter once.
         nonfinite: "raise" names the samples whose gradients are infinite or NaN, "drop" leaves them out.
-        options: ``retain_graph``, ``independent`` and ``max_memory``, as for ``ps.reduce``.
+        options: ``retain_graph``, ``independent``, ``max_memory`` and ``process_group``, as for ``ps.reduce``.
 
     Returns:
         One tensor like each parameter, in the parameters' container; its ``clipping`` holds the norms, the weights and
@@ -95,7 +98,7 @@ def second_moment(losses: Tensor, params: Params, **options: Unpack[Options]) ->
     Args:
         losses: one loss per sample, of shape (B,), with its graph.
         params: an ``nn.Module``, a mapping from names to leaf tensors, or a sequence.
-        options: ``retain_graph``, ``independent`` and ``max_memory``, as for ``ps.reduce``.
+        options: ``retain_graph``, ``independent``, ``max_memory`` and ``process_group``, as for ``ps.reduce``.
 
     Returns:
         One tensor like each parameter, in the parameters' container; NaN for an empty batch.
@@ -116,7 +119,7 @@ def variance(losses: Tensor, params: Params, *, correction: int = 1, **options: 
         losses: one loss per sample, of shape (B,), with its graph.
         params: an ``nn.Module``, a mapping from names to leaf tensors, or a sequence.
         correction: the sum of squares is divided by B - correction.
-        options: ``retain_graph``, ``independent`` and ``max_memory``, as for ``ps.reduce``.
+        options: ``retain_graph``, ``independent``, ``max_memory`` and ``process_group``, as for ``ps.reduce``.
 
     Returns:
         One tensor like each parameter, in the parameters' container; NaN if B is not above ``correction``.
@@ -147,17 +150,13 @@ def gram(losses: Tensor, params: Params, other: Tensor | None = None, **options:
         return found
     check_losses(losses)
     check_losses(other)
-    check_memory(options.get("max_memory"))
+    check_reductions([Gram()], options.get("max_memory"), Ranks.of(options.get("process_group")))
     factors: dict[str, Factor] = {}
-    with boundary(losses):
-        capture_into(
-            losses,
-            named(params),
-            factors.__setitem__,
-            retain_graph=options.get("retain_graph", False) or share_nodes(losses, other),
-            independent=options.get("independent", False),
-        )
-    found = reduce(other, params, CrossGram(factors, len(losses)), **options)[0]
+    apart, keep = options.get("independent", False), options.get("retain_graph", False) or share_nodes(losses, other)
+    with undisturbed(losses, named(params), last=not keep) as leaves:
+        with boundary(losses):
+            capture_into(losses, leaves.full, factors.__setitem__, retain_graph=keep, independent=apart)
+        found = reduce(other, params, CrossGram(factors, len(losses)), **options)[0]
     return found
 
 

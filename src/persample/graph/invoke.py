@@ -17,6 +17,7 @@ from .saved import (
     in_plain_task,
     is_custom,
     metadata,
+    passes_on,
     scratch_restored,
     unpacked_often,
 )
@@ -31,13 +32,15 @@ def is_opaque(node: Node) -> bool:
     return _is_opaque(node) if known is None else known
 
 
-_KINDS: dict[type, bool] = {}  # of PyTorch's own ops
+_KINDS: dict[type, bool] = {}  # of PyTorch's own ops and wrappers
 
 
 def _is_opaque(node: Node) -> bool:
     kind = type(node)
     if kind.__name__ == "CppFunction":  # one type for many
         return "CppNode" in node.name()
+    if passes_on(node):
+        return _KINDS.setdefault(kind, False)
     return is_custom(node) or _KINDS.setdefault(kind, False)
 
 

@@ -15,7 +15,7 @@ from .fallback import loops, push_stacked
 from .flows.shapes import slice_of
 from .layout import Shape
 from .registry import registrar
-from .saved import is_custom
+from .saved import is_custom, passed_from, passes_on
 from .site import Site
 
 Lift = Callable[[Site, Factor, Shape], Factor | None]
@@ -131,6 +131,9 @@ def lifted(site: Site, factor: Factor) -> Factor | None:
 def pull(site: Site, factors: Sequence[Factor | None], batch: int) -> tuple[dict[int, Factor], bool]:
     """The factors of a node's inputs from those of its outputs, and whether samples went through one at a time."""
     wanted = [k for k, _ in site.outputs]
+    if passes_on(site.node):
+        given = {k: factors[passed_from(site.node, k)] for k in wanted}
+        return {k: factor for k, factor in given.items() if factor is not None}, False
     first = factors[0]
     if first is not None and wanted == [0]:
         found = lifted(site, first)

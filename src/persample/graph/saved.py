@@ -82,6 +82,11 @@ def original_of(module: Any) -> Any:
     return getattr(module, "_orig_mod", None)
 
 
+def late_hooks(t: Tensor) -> list[Callable[[Tensor], None]]:
+    """What is to be called when this leaf's gradient has been added."""
+    return list((getattr(t, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
 def version(t: Tensor) -> int:
     """How often a tensor, or one that shares its memory, has been changed in place."""
     return int(t._version)
@@ -101,6 +106,22 @@ def function_of(node: BackwardCFunction) -> type:
 def is_custom(node: object) -> TypeGuard[BackwardCFunction]:
     """A node written in Python: a custom ``autograd.Function`` or a compiled region."""
     return isinstance(node, BackwardCFunction)
+
+
+# Python nodes of torch.distributed that hand cotangents on as they are: DDP's at a model's outputs, FSDP2's at inputs.
+_THROUGH = frozenset({"_DDPSinkBackward", "RegisterPostBackwardFunctionBackward"})
+
+
+def passes_on(node: Node) -> TypeGuard[BackwardCFunction]:
+    """Does this node only call a wrapper of the model, and give its cotangents to its inputs?"""
+    return type(node).__name__ in _THROUGH and is_custom(node) and function_of(node).__module__.startswith("torch.")
+
+
+def passed_from(node: BackwardCFunction, k: int) -> int:
+    """The cotangent that such a node hands on as output k; its first argument is the wrapper, the others are inputs."""
+    live = [i for i, (child, _) in enumerate(node.next_functions) if child is not None]
+    needed = [i for i, wanted in enumerate(node.needs_input_grad) if wanted]
+    return needed[live.index(k)] - 1
 
 
 def has(node: Node, name: str) -> bool:

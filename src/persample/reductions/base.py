@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..distributed import Ranks
 from ..factors import Factor, Workspace
 from ..kernels.norms import wide, widest
 
@@ -24,6 +25,7 @@ class Call:
     device: torch.device
     pack: Callable[[Mapping[str, Any]], Any]  # from results by name to the container that the parameters came in
     space: Workspace = field(default_factory=Workspace)
+    ranks: Ranks | None = None  # whose samples count, too; None for the samples of this process alone
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -36,6 +38,26 @@ class Call:
     def zeros(self, *shape: int) -> Tensor:
         """A float64 accumulator on the losses' device."""
         return torch.zeros(shape, dtype=widest(self.device), device=self.device)
+
+    @cached_property
+    def samples(self) -> int:
+        """How many samples there are on all ranks together."""
+        return self.batch if self.ranks is None else self.ranks.count([self.batch], self.device)[0]
+
+    def over_ranks(self, sums: Mapping[str, Tensor], *, real: bool = False) -> Mapping[str, Tensor]:
+        """Sums over samples with those of other ranks added, for all parameters that some rank's losses reach.
+
+        ``real`` are sums of squares.
+        """
+        if self.ranks is None:
+            return sums
+        reached = self.ranks.count([name in sums for name in self.params], self.device)
+        mine: dict[str, Tensor] = {}
+        for (name, p), times in zip(self.params.items(), reached, strict=True):
+            dtype = wide(p.dtype).to_real() if real else wide(p.dtype)
+            if times:
+                mine[name] = sums[name].to(dtype) if name in sums else torch.zeros_like(p, dtype=dtype).detach()
+        return self.ranks.sum(mine)
 
     def pack_sums(self, sums: Mapping[str, Tensor]) -> Any:
         """One tensor like each parameter; zeros for those that the losses do not reach."""
@@ -52,12 +74,15 @@ class Reduction(ABC):
 
     To make one, subclass and write three methods; ``ps.reduce`` calls them on a copy of the object, so that what
     they store on ``self`` belongs to one call. ``passes`` says how often `add` goes through a factor (a factor that
-    is gone through often may be written out once), ``keeps_factors`` whether factors are kept until `result`. The copy
-    is shallow: what changes during a call belongs in `start`, not in ``__init__``.
+    is gone through often may be written out once), ``keeps_factors`` whether factors are kept until `result`,
+    ``over_ranks`` whether `result` adds up what the ranks of a ``process_group=`` have (by ``call.over_ranks`` and
+    ``call.samples``; others are refused there). The copy is shallow: what changes during a call belongs in `start`, not
+    in ``__init__``.
     """
 
     passes = 1
     keeps_factors = False
+    over_ranks = False
 
     @abstractmethod
     def start(self, call: Call) -> None:

@@ -79,6 +79,7 @@ class ClippedSum(Reduction):
 
     passes = 2
     keeps_factors = True
+    over_ranks = True
 
     def __init__(
         self,
@@ -151,21 +152,22 @@ class ClippedSum(Reduction):
 
     def result(self) -> Any:
         clipping, sums = self.clip()
-        packed = self._groups.call.pack_sums(sums)
+        call = self._groups.call
+        packed = call.pack_sums(call.over_ranks(sums))
         found = ClippedDict(packed) if isinstance(packed, dict) else ClippedTuple(packed)
         found.clipping = clipping
         return found
 
     def clip(self) -> tuple[Clipping, dict[str, Tensor]]:
-        """How every sample was clipped, and the sums of the parameters that the losses reach."""
+        """How every sample was clipped, and the sums of this process for the parameters that its losses reach."""
         groups, call = self._groups, self._groups.call
         norms = self._norms.by_group(groups)
         finite = torch.ones(call.batch, dtype=torch.bool, device=call.device)
         for n in norms.values():
             finite &= n.isfinite()
         dropped = (~finite).nonzero().flatten().tolist()
-        if dropped and self.nonfinite == "raise":
-            raise NonFiniteError(dropped, call.batch)
+        if self.nonfinite == "raise":
+            self._raise_together(dropped)
         kept = finite.nonzero().squeeze(1) if dropped else slice(None)
         weights = {key: torch.zeros_like(n) for key, n in norms.items()}
         for key, n in norms.items():
@@ -176,6 +178,13 @@ class ClippedSum(Reduction):
         before, given = (groups.pack({k: t.to(call.dtype, copy=True) for k, t in w.items()}) for w in (norms, weights))
         most = self.sensitivity if self.weights is not None else math.hypot(*self._bounds.values())
         return Clipping(before, given, dropped, most), sums
+
+    def _raise_together(self, dropped: list[int]) -> None:
+        """An error on all ranks, if on one: the others would wait for its sums."""
+        call = self._groups.call
+        elsewhere = 0 if call.ranks is None else call.ranks.count([len(dropped)], call.device)[0] - len(dropped)
+        if dropped or elsewhere:
+            raise NonFiniteError(dropped, call.batch, elsewhere)
 
     def _sums(self, names: Sequence[str], weights: Tensor, kept: Samples) -> dict[str, Tensor]:
         """Over the samples that are kept; the others are not multiplied by zero, which would not remove a NaN."""

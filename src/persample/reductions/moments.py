@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,15 +16,17 @@ from .base import Call, Reduction
 class SecondMoment(Reduction):
     """The mean over samples of the squared gradient, element by element; NaN for no samples."""
 
+    over_ranks = True
+
     def start(self, call: Call) -> None:
         self._call = call
-        self._found: dict[str, Tensor] = {}
+        self._sums: dict[str, Tensor] = {}
 
     def add(self, name: str, factor: Factor) -> None:
-        self._found[name] = factor.sum_squares(None, self._call.space) / self._call.batch
+        self._sums[name] = factor.sum_squares(None, self._call.space)
 
     def result(self) -> Any:
-        return _pack(self._call, self._found, self._call.batch)
+        return _pack(self._call, self._call.over_ranks(self._sums, real=True), self._call.samples)
 
 
 class Variance(Reduction):
@@ -34,30 +37,47 @@ class Variance(Reduction):
     """
 
     passes = 2
+    over_ranks = True
 
     def __init__(self, correction: int = 1) -> None:
         self.correction = correction
 
     def start(self, call: Call) -> None:
         self._call = call
-        self._found: dict[str, Tensor] = {}
-        self._divisor = max(call.batch - self.correction, 0)
+        self._means: dict[str, Tensor] = {}  # over the samples of this process
+        self._squares: dict[str, Tensor] = {}  # sums of squared distances from them
 
     def add(self, name: str, factor: Factor) -> None:
         call = self._call
         mean = factor.weighted_sum(torch.full((call.batch,), 1 / call.batch, device=factor.device), call.space)
-        self._found[name] = factor.sum_squares(mean, call.space) / self._divisor
+        self._squares[name] = factor.sum_squares(mean, call.space)
+        if call.ranks is not None:
+            self._means[name] = mean
 
     def result(self) -> Any:
-        return _pack(self._call, self._found, self._divisor)
+        call = self._call
+        squares = call.over_ranks(self._about_the_mean_of_all(), real=True)
+        return _pack(call, squares, max(call.samples - self.correction, 0))
+
+    def _about_the_mean_of_all(self) -> dict[str, Tensor]:
+        """Sums of squared distances of this process's samples from the mean over all ranks' samples."""
+        call, count = self._call, self._call.samples
+        if call.ranks is None:
+            return self._squares
+        found = self._squares
+        for name, total in call.over_ranks({name: mean * call.batch for name, mean in self._means.items()}).items():
+            mean = self._means.get(name, torch.zeros_like(total))
+            away = (mean - total / max(count, 1)).abs().square()
+            found[name] = call.batch * away + found.get(name, torch.zeros_like(away))
+        return found
 
 
-def _pack(call: Call, found: dict[str, Tensor], divisor: int) -> Any:
-    """Real numbers like each parameter, float32 or wider; where the losses do not reach, the moment of zeros."""
+def _pack(call: Call, sums: Mapping[str, Tensor], divisor: int) -> Any:
+    """Sums over the divisor, like each parameter: real, float32 or wider; zeros where the losses do not reach."""
     return call.pack(
         {
-            name: found[name].to(wide(p.dtype).to_real())
-            if name in found
+            name: (sums[name] / divisor).to(wide(p.dtype).to_real())
+            if name in sums
             else torch.zeros(p.shape, dtype=wide(p.dtype).to_real(), device=p.device) / divisor
             for name, p in call.params.items()
         }

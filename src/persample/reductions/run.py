@@ -15,6 +15,7 @@ class Run:
 
     def __init__(self, reductions: Sequence[Reduction], call: Call) -> None:
         self.reductions = [copy(r) for r in reductions]
+        self.call = call
         self._space = call.space
         self._written = 0  # bytes that are kept
         self._whole: tuple[Factor, Factor] | None = None  # of the last part, as it came and settled

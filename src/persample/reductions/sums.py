@@ -38,6 +38,8 @@ class Stack(Reduction):
 class WeightedSum(Reduction):
     """Σ_i weights[i] · gradient i, for every parameter: what a backward from ``(weights * losses).sum()`` gives."""
 
+    over_ranks = True
+
     def __init__(self, weights: Tensor) -> None:
         if not isinstance(weights, Tensor):
             raise TypeError(f"weights must be a tensor of shape (B,), not {type(weights).__name__}")
@@ -54,4 +56,4 @@ class WeightedSum(Reduction):
         self.sums[name] = factor.weighted_sum(weights, self._call.space).to(factor.dtype)
 
     def result(self) -> Any:
-        return self._call.pack_sums(self.sums)
+        return self._call.pack_sums(self._call.over_ranks(self.sums))

@@ -6,7 +6,7 @@ samples) or with ``PROBE`` (this call's data decide). Answers never depend on da
 reads an index tensor of this very call.
 """
 
-from . import fibres, indexing, pointwise, products, shapes
+from . import fibres, indexing, pointwise, products, shapes, wrappers
 from .registry import FLOWS, flow
 
-__all__ = ["FLOWS", "fibres", "flow", "indexing", "pointwise", "products", "shapes"]
+__all__ = ["FLOWS", "fibres", "flow", "indexing", "pointwise", "products", "shapes", "wrappers"]

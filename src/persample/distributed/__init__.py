@@ -1,0 +1,8 @@
+"""Many processes: sums over ranks, and models whose wrappers communicate during a backward."""
+
+from .accumulate import accumulate
+from .ranks import Ranks
+from .shards import Leaves
+from .wrappers import undisturbed
+
+__all__ = ["Leaves", "Ranks", "accumulate", "undisturbed"]

@@ -1,0 +1,157 @@
+"""FSDP2 (``torch.distributed.fsdp.fully_shard``): full parameters for the sharded ones, and its hooks held still.
+
+The graph of a sharded model holds full parameters, which are not those of ``model.parameters()`` and have no memory but
+while the module runs. The names used here are private to PyTorch; ``tests/distributed/test_names.py`` says for which
+versions they hold.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+_OF_GROUP = {"reduce_grads": False, "reshard_after_backward": False}
+_KEPT_OF_GROUP = ("_training_state",)
+_OF_ALL = {"is_last_backward": False}
+_KEPT_OF_ALL = ("post_backward_final_callback_queued", "iter_forward_root")
+
+
+@dataclass(frozen=True, slots=True)
+class Leaves:
+    """Parameters by name: as the graph knows them, and as the optimizer does. They differ where they are sharded."""
+
+    full: Mapping[str, Tensor]
+    owned: Mapping[str, Tensor]
+
+    @property
+    def sharded(self) -> list[str]:
+        """The names of those that differ."""
+        return [name for name, p in self.owned.items() if p is not self.full[name]]
+
+
+def is_sharded(t: Tensor) -> bool:
+    """A DTensor, of which this process may hold a part only."""
+    return hasattr(t, "_local_tensor")
+
+
+def is_flattened(t: Tensor) -> bool:
+    """A parameter that the older FSDP has made a part of a flat one."""
+    return hasattr(t, "_fsdp_flattened") or hasattr(t, "_is_flat_param")
+
+
+def own_shard(p: Any, total: Tensor) -> Tensor:
+    """This process's part of a full tensor that all ranks have, as a DTensor like a sharded parameter."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    everywhere = [Replicate()] * p.device_mesh.ndim
+    whole = DTensor.from_local(total.to(p.dtype), p.device_mesh, everywhere, run_check=False)
+    return whole.redistribute(placements=p.placements)
+
+
+@contextmanager
+def gathered(
+    params: Mapping[str, Tensor], leaves: Sequence[Tensor], groups: Sequence[Any], *, last: bool
+) -> Iterator[Leaves]:
+    """Full parameters by the same names, with memory, for whole models that hold one of these tensors or groups.
+
+    Every process gathers the same, whatever its samples: all modules of these models, in their order.
+    """
+    states = _states_of(params, leaves, groups)
+    if not states:
+        yield Leaves(params, params)
+        return
+    there = [(module, all(group.is_unsharded for group in _groups(state))) for module, state in states]
+    for module, _ in there:
+        module.unshard()
+    members = [group for _, state in states for group in _groups(state)]
+    try:
+        with _held_still([state for _, state in states], members):
+            pairs = [(one.sharded_param, one._unsharded_param) for group in members for one in group.fsdp_params]
+            full = {id(part): whole for part, whole in pairs}
+            parts = {id(whole): part for part, whole in pairs}
+            yield Leaves(
+                {name: full.get(id(p), p) for name, p in params.items()},
+                {name: parts.get(id(p), p) for name, p in params.items()},
+            )
+    finally:
+        for module, was_there in there:
+            if not was_there or (last and _reshards(module)):
+                module.reshard()
+        if last:
+            _end_backward(members)
+
+
+@contextmanager
+def _held_still(states: Sequence[Any], members: Sequence[Any]) -> Iterator[None]:
+    """Hooks that a backward calls reduce no gradients and free no weights, and all is put back as it was."""
+    before: list[tuple[Any, str, Any]] = [(state, "_training_state", state._training_state) for state in states]
+    for every in {id(state._state_ctx): state._state_ctx for state in states}.values():
+        before += [(every, name, getattr(every, name)) for name in (*_OF_ALL, *_KEPT_OF_ALL)]
+        for name, value in _OF_ALL.items():
+            setattr(every, name, value)
+    for group in members:
+        before += [(group, name, getattr(group, name)) for name in (*_OF_GROUP, *_KEPT_OF_GROUP)]
+        before.append((group, "_post_forward_indices", list(group._post_forward_indices)))
+        for name, value in _OF_GROUP.items():
+            setattr(group, name, value)
+    try:
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+def _end_backward(members: Sequence[Any]) -> None:
+    """Forget the order of the forward pass, which is only of use to its backward."""
+    for group in members:
+        group._post_forward_indices.clear()
+        group.comm_ctx.post_forward_order.clear()
+
+
+def _states_of(params: Mapping[str, Tensor], leaves: Sequence[Tensor], groups: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """One module and the state of each sharded unit, for all units of the models that are concerned."""
+    units = _units()
+    wanted = {id(t) for t in [*params.values(), *leaves]} | {id(group) for group in groups}
+    chosen: set[int] = set()
+    for _, state in units:
+        if any(_holds(group, wanted) for group in _groups(state)):
+            chosen.update(id(other) for other in state._state_ctx.all_states or [state])
+    return [(module, state) for module, state in units if id(state) in chosen]
+
+
+def _units() -> list[tuple[nn.Module, Any]]:
+    """All sharded units of this process, in the order in which they were made."""
+    registry = sys.modules.get("torch.distributed._composable_state")
+    if registry is None or "torch.distributed.fsdp" not in sys.modules:
+        return []
+    found: dict[int, tuple[nn.Module, Any]] = {}
+    for module, reference in list(registry._module_state_mapping.items()):
+        state = reference()
+        if hasattr(module, "unshard") and hasattr(state, "_state_ctx"):
+            found.setdefault(id(state), (module, state))
+    return list(found.values())
+
+
+def _groups(state: Any) -> list[Any]:
+    """The parameters that a unit gathers together: one group until torch 2.10, then several."""
+    several = getattr(state, "_fsdp_param_groups", None)
+    if several is not None:
+        return list(several)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def _holds(group: Any, wanted: set[int]) -> bool:
+    return id(group) in wanted or any(
+        id(one.sharded_param) in wanted or id(getattr(one, "_unsharded_param", None)) in wanted
+        for one in group.fsdp_params
+    )
+
+
+def _reshards(module: Any) -> bool:
+    """Would an ordinary backward free this unit's weights?"""
+    return any(group.reshard_after_backward for group in _groups(module._get_fsdp_state()))

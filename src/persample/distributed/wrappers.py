@@ -1,0 +1,92 @@
+"""A backward for per-sample gradients below which DDP and FSDP2 notice nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from .._errors import UnsupportedError
+from .shards import Leaves, gathered, is_flattened, is_sharded
+
+_SINK = "_DDPSinkBackward"  # what DDP puts between a model and its outputs
+_REGISTER = "RegisterPostBackwardFunctionBackward"  # what FSDP2 puts before a module's inputs
+
+
+@contextmanager
+def undisturbed(losses: Tensor, params: Mapping[str, Tensor], *, last: bool) -> Iterator[Leaves]:
+    """The tensors that the losses' graph knows the parameters by, while wrappers leave backwards alone.
+
+    DDP's reducer is not called. Modules of FSDP2 hold their full weights, and are sharded again at the end; ``last``
+    says that the graph will not be used again, as an ordinary backward would take it.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        yield Leaves(params, params)
+        return
+    _refuse_flattened(params)
+    with ExitStack() as stack:
+        sinks, groups, leaves = _read(losses)
+        for sink in sinks:
+            stack.enter_context(_no_delayed_reduction(sink.ddp_weakref()))
+        found = stack.enter_context(gathered(params, leaves, groups, last=last))
+        _refuse_other_shards(found.full)
+        yield found
+
+
+def _read(losses: Tensor) -> tuple[list[Any], list[Any], list[Tensor]]:
+    """DDP's nodes in a graph, the parameter groups of FSDP2's, and all leaves."""
+    start = losses.grad_fn
+    stack: list[Node] = [] if start is None else [start]
+    seen = set(stack)
+    sinks: list[Any] = []
+    groups: list[Any] = []
+    leaves: list[Tensor] = []
+    while stack:
+        node: Any = stack.pop()
+        name = type(node).__name__
+        if name == "AccumulateGrad":
+            leaves.append(node.variable)
+        elif name == _SINK:
+            sinks.append(node)
+        elif name == _REGISTER:
+            groups.append(node.param_group)
+        for child, _ in node.next_functions:
+            if child is not None and child not in seen:
+                seen.add(child)
+                stack.append(child)
+    return sinks, groups, leaves
+
+
+@contextmanager
+def _no_delayed_reduction(ddp: Any) -> Iterator[None]:
+    """With ``static_graph=True``, the first backward that passes DDP's outputs reduces all gradients at its end."""
+    if ddp is None or not ddp.static_graph:
+        yield
+        return
+    before, ddp._static_graph_delay_allreduce_enqueued = ddp._static_graph_delay_allreduce_enqueued, True
+    try:
+        yield
+    finally:
+        ddp._static_graph_delay_allreduce_enqueued = before
+
+
+def _refuse_flattened(params: Mapping[str, Tensor]) -> None:
+    flat = [name for name, p in params.items() if is_flattened(p)]
+    if flat:
+        raise UnsupportedError(
+            f"parameters {flat} are parts of a flat one (FullyShardedDataParallel), of which the graph shows nothing: "
+            f"shard the model by torch.distributed.fsdp.fully_shard instead"
+        )
+
+
+def _refuse_other_shards(params: Mapping[str, Tensor]) -> None:
+    left = [name for name, p in params.items() if is_sharded(p)]
+    if left:
+        raise UnsupportedError(
+            f"parameters {left} are DTensors for which no fully_shard module of this process holds a full one: "
+            f"data parallel models are supported (DDP, fully_shard), tensor parallel ones are not"
+        )
