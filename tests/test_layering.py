@@ -21,6 +21,7 @@ LAYERS = [
     "graph",
     "expanded",
     "top",
+    "dp",
 ]  # each may import itself and those before it
 APART = {"graph": "reductions", "expanded": "reductions"}  # but neither way in knows what is asked of it
 EVERYWHERE = {"_errors", "_version"}  # plain names that anybody may use

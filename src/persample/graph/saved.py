@@ -62,6 +62,11 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def born(node: Node) -> int:
+    """A number that is larger for nodes that this thread has recorded later."""
+    return int(node._sequence_nr())
+
+
 def will_run(node: Node) -> bool:
     """Will the backward under way come to this node?"""
     return bool(torch._C._will_engine_execute_node(node))

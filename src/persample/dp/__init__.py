@@ -1,0 +1,16 @@
+"""Differentially private training that leaves the model alone.
+
+>>> from persample import dp
+>>> plan = dp.Plan(examples=1000, batch_size=50, epochs=5, noise_multiplier=1.0, delta=1e-5)
+>>> round(plan.epsilon, 1)
+3.5
+"""
+
+from .clips import AdaptiveClip
+from .errors import PrivacyError
+from .plan import Plan
+from .private import Private
+from .records import Spent, Step
+from .team import Team
+
+__all__ = ["AdaptiveClip", "Plan", "PrivacyError", "Private", "Spent", "Step", "Team"]

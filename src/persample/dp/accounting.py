@@ -1,0 +1,71 @@
+"""What a number of steps costs: the one module that knows the accounting library."""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from importlib import import_module
+from typing import Any, Literal, get_args
+
+Accountant = Literal["pld", "rdp"]
+ACCOUNTANTS: tuple[str, ...] = get_args(Accountant)
+
+_FINEST = 1e-4  # the accounting library's own discretisation of privacy losses
+
+
+@lru_cache(maxsize=4096)
+def epsilon(times: int, rate: float, noise_multiplier: float, delta: float, accountant: Accountant) -> float:
+    """The epsilon at ``delta`` of ``times`` Gaussian mechanisms, each on a Poisson sample of ``rate`` of the examples.
+
+    ``rate`` 1 means no sampling. ``noise_multiplier`` is the noise's standard deviation over the sensitivity.
+    """
+    if times == 0:
+        return 0.0
+    if noise_multiplier == 0:
+        return math.inf
+    library = _library()
+    event = library.GaussianDpEvent(noise_multiplier)
+    if rate < 1:
+        event = library.PoissonSampledDpEvent(rate, event)
+    with _quiet():
+        ledger = _accountant(accountant, noise_multiplier)
+        ledger.compose(library.SelfComposedDpEvent(event, times))
+        return float(ledger.get_epsilon(delta))
+
+
+def _accountant(name: Accountant, noise_multiplier: float) -> Any:
+    if name == "rdp":
+        return import_module("dp_accounting.rdp").RdpAccountant()
+    # Losses grow like 1 / noise², and so may their steps: rounding is upward, so that coarse ones err on the safe side.
+    interval = _FINEST * max(1.0, noise_multiplier**-2)
+    return import_module("dp_accounting.pld").PLDAccountant(value_discretization_interval=interval)
+
+
+def _library() -> Any:
+    try:
+        return import_module("dp_accounting")
+    except ImportError as error:
+        raise ImportError(
+            "private training needs the package dp-accounting, which is not installed: pip install 'persample[dp]'"
+        ) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Orders that do not converge are left out by the accountant, which is sound; a line for each helps nobody."""
+    logger = logging.getLogger("absl")
+    logger.addFilter(_drop)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # overflows on the way to an epsilon of infinity
+            yield
+    finally:
+        logger.removeFilter(_drop)
+
+
+def _drop(record: logging.LogRecord) -> bool:
+    return False

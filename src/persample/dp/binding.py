@@ -1,0 +1,96 @@
+"""What a run is bound to: if the model, the optimizer or the clip has changed since, the accounts would not hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..graph.saved import born
+from ..params import named
+from .clips import Clipper
+from .errors import PrivacyError
+
+_PRECISE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+
+
+class Binding:
+    """The parameters, the optimizer and the clip of a run, as they were at its start."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, clipper: Clipper) -> None:
+        self._model, self._optimizer, self._clipper = model, optimizer, clipper
+        self.params = trainable(model)
+        check_optimizer(optimizer, self.params, set(model.parameters()))
+        self._clip = clipper.describe()
+
+    def check(self) -> None:
+        """Refuse, by name, what has changed."""
+        now = named(self._model)
+        if list(now) != list(self.params) or any(now[name] is not p for name, p in self.params.items()):
+            gone = [name for name, p in self.params.items() if now.get(name) is not p]
+            new = [name for name, p in now.items() if self.params.get(name) is not p]
+            raise PrivacyError(
+                f"the trainable parameters have changed since the run began: {gone} are gone, {new} are new. "
+                f"The noise was planned for those of the start: freeze or replace parameters before dp.Private is made"
+            )
+        check_optimizer(self._optimizer, self.params, set(self._model.parameters()))
+        clip = self._clipper.describe()
+        if clip != self._clip:
+            changes = [f"{key} from {old} to {clip[key]}" for key, old in self._clip.items() if clip[key] != old]
+            raise PrivacyError(
+                f"the clip was changed since the run began: {', '.join(changes)}. Noise and accounts are for the clip "
+                f"that dp.Private was made with; for a bound that moves use dp.AdaptiveClip"
+            )
+
+    def describe(self) -> dict[str, Any]:
+        """Parameters and clip, to be stored and compared."""
+        return {"parameters": {name: list(p.shape) for name, p in self.params.items()}, "clip": self._clip}
+
+
+def trainable(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters that are trained, if they can be."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, not a {type(model).__name__}")
+    params = named(model)
+    if not params:
+        raise ValueError("the model has no trainable parameters")
+    for name, p in params.items():
+        if p.dtype not in _PRECISE:
+            raise ValueError(
+                f"parameter {name!r} is {p.dtype}: sums in it are too coarse for the sensitivity to hold. Keep "
+                f"parameters in float32, and compute under torch.autocast"
+            )
+    return params
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor], known: set[Tensor]) -> None:
+    """The optimizer must step the trained parameters, and none that is not the model's."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, not a {type(optimizer).__name__}")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("LBFGS evaluates the losses several times in a step, which is not accounted for")
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    missing = [name for name, p in params.items() if p not in held]
+    if missing:
+        raise ValueError(f"the optimizer does not hold the trainable parameters {missing}: add or freeze them")
+    strange = [tuple(p.shape) for p in held if p not in known]
+    if strange:
+        raise ValueError(
+            f"the optimizer holds parameters that are not the model's, of shapes {strange}: they would be trained "
+            f"without noise. Give them to a module together with the model, or to another optimizer"
+        )
+
+
+def mark() -> int:
+    """A number that grows with every op that autograd records."""
+    with torch.enable_grad(), torch.inference_mode(False):
+        node = (torch.ones((), requires_grad=True) * 1).grad_fn
+    assert node is not None
+    return born(node)
+
+
+def is_older(losses: Tensor, marked: int) -> bool:
+    """Whether losses were computed before a mark was set."""
+    return losses.grad_fn is not None and born(losses.grad_fn) < marked

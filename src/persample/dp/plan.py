@@ -1,0 +1,223 @@
+"""What is promised, and what it takes to keep it."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, get_args
+
+from .accounting import ACCOUNTANTS, Accountant, epsilon
+from .solve import least_noise, most_steps
+
+Sampling = Literal["poisson", "shuffled"]
+
+_MOST_STEPS = 10_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Noise, length and promise of a private training run; what is left out of the three is solved for.
+
+    >>> from persample import dp
+    >>> plan = dp.Plan(examples=60000, batch_size=256, epochs=10, epsilon=3.0, delta=1e-5, accountant="rdp")
+    >>> print(plan)
+    2344 steps (10 epochs) of 256 of 60000 examples on average, Poisson sampling
+    noise multiplier 0.74217
+    epsilon 3 at delta 1e-05 (RDP accountant, neighbours: one example more or less)
+
+    Give two of length (``epochs`` or ``steps``), ``epsilon`` and ``noise_multiplier``. Noise is solved upward and
+    length downward, so that the promise holds. With all three, they are checked against each other.
+
+    Args:
+        examples: the size of the dataset, which is public.
+        batch_size: the expected size of a batch: every example is in it with probability batch_size / examples.
+        delta: the probability with which the promise may fail; far below 1 / examples.
+        epochs: the length, as expected passes over the dataset.
+        steps: the length, as optimizer steps.
+        epsilon: the budget.
+        noise_multiplier: the noise's standard deviation over the sensitivity of the sum. 0 gives no privacy at all.
+        accountant: "pld" (privacy loss distributions: tight) or "rdp" (Rényi: a looser bound, fast).
+        sampling: "poisson", or "shuffled": batches of equal size, every example once in an epoch. Nothing is gained by
+            sampling then: an epoch costs as much as one step on all examples, and as neighbours differ in one example
+            replaced, the sensitivity is twice as large.
+    """
+
+    examples: int
+    batch_size: int
+    delta: float
+    epochs: float | None = None
+    steps: int | None = None
+    epsilon: float | None = None
+    noise_multiplier: float | None = None
+    accountant: Accountant = "pld"
+    sampling: Sampling = "poisson"
+
+    def __post_init__(self) -> None:
+        self._check()
+        if self.epochs is not None:
+            self._set("steps", max(1, math.ceil(self.epochs * self.steps_per_epoch - 1e-9)))
+        missing = [name for name in ("steps", "epsilon", "noise_multiplier") if getattr(self, name) is None]
+        if len(missing) > 1:
+            raise ValueError(
+                f"a plan needs two of length (epochs or steps), epsilon and noise_multiplier, and solves for the "
+                f"third; missing are {' and '.join(missing)}"
+            )
+        if not missing:
+            self._check_promise()
+        for name in missing:
+            getattr(self, f"_solve_{name}")()
+        self._set("epochs", self.length / self.steps_per_epoch)
+
+    def _check(self) -> None:
+        for name in ("examples", "batch_size", "steps"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ValueError(f"{name} must be a positive integer, not {value!r}")
+        for name in ("epochs", "epsilon", "noise_multiplier"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, (int, float)) or isinstance(value, bool) or not value >= 0):
+                raise ValueError(f"{name} must be a number that is not negative, not {value!r}")
+        if self.batch_size > self.examples:
+            raise ValueError(f"batch_size {self.batch_size} is larger than the dataset of {self.examples} examples")
+        if self.epochs is not None and self.steps is not None:
+            raise ValueError(f"length is given twice: epochs={self.epochs} and steps={self.steps}; leave one out")
+        if self.epochs is not None and not 0 < self.epochs < math.inf:
+            raise ValueError(f"epochs must be positive and finite, not {self.epochs}")
+        if self.epsilon is not None and not self.epsilon > 0:
+            raise ValueError("epsilon must be positive: with epsilon 0 nothing may be learnt")
+        if self.noise_multiplier == math.inf:
+            raise ValueError("noise_multiplier must be finite")
+        if not isinstance(self.delta, float) or not 0 < self.delta < 1:
+            raise ValueError(f"delta must be a number between 0 and 1, not {self.delta!r}")
+        if self.accountant not in ACCOUNTANTS:
+            raise ValueError(f"accountant must be one of {', '.join(ACCOUNTANTS)}, not {self.accountant!r}")
+        if self.sampling not in get_args(Sampling):
+            raise ValueError(f"sampling must be one of {', '.join(get_args(Sampling))}, not {self.sampling!r}")
+        if self.delta >= 1 / self.examples:
+            # Still a promise, and published results use 1 / examples: said loudly, not refused.
+            warnings.warn(
+                f"delta {self.delta:g} is not below 1 / examples = {1 / self.examples:g}: publishing one example in "
+                f"full would keep such a promise. Choose a delta far below that",
+                stacklevel=4,
+            )
+
+    @property
+    def rate(self) -> float:
+        """The probability with which an example is in a batch."""
+        return self.batch_size / self.examples
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """How many steps see every example once, or once on average."""
+        ratio = self.examples / self.batch_size
+        return ratio if self.sampling == "poisson" else float(math.ceil(ratio))
+
+    @property
+    def length(self) -> int:
+        """The number of steps, given or solved."""
+        assert self.steps is not None
+        return self.steps
+
+    @property
+    def noise(self) -> float:
+        """The noise multiplier, given or solved."""
+        assert self.noise_multiplier is not None
+        return self.noise_multiplier
+
+    @property
+    def budget(self) -> float:
+        """The epsilon that is promised, given or solved."""
+        assert self.epsilon is not None
+        return self.epsilon
+
+    @property
+    def contributions(self) -> int:
+        """How far one example can move a sum, as a multiple of what one sample may add: 2 where it is replaced."""
+        return 1 if self.sampling == "poisson" else 2
+
+    def spent(self, steps: int, passes: int | None = None) -> float:
+        """The epsilon at the plan's delta after so many steps; with shuffled batches, passes that were begun count."""
+        if self.sampling == "shuffled" and passes is None:
+            passes = math.ceil(steps / self.steps_per_epoch)
+        return self._epsilon(steps, self.noise, passes)
+
+    def _epsilon(self, steps: int, noise: float, passes: int | None = None) -> float:
+        if self.sampling == "poisson":
+            return epsilon(steps, self.rate, noise, self.delta, self.accountant)
+        passes = math.ceil(steps / self.steps_per_epoch) if passes is None else passes
+        return epsilon(passes, 1.0, noise, self.delta, self.accountant)
+
+    def _solve_epsilon(self) -> None:
+        self._set("epsilon", self._epsilon(self.length, self.noise))
+
+    def _solve_noise_multiplier(self) -> None:
+        found = least_noise(lambda noise: self._epsilon(self.length, noise), self.budget)
+        if found is None:
+            raise ValueError(
+                f"no noise keeps epsilon {self.budget:g} at delta {self.delta:g} over {self.length} steps by the "
+                f"{self.accountant.upper()} accountant: allow a larger epsilon, or fewer steps"
+            )
+        self._set("noise_multiplier", _rounded_up(found))
+
+    def _solve_steps(self) -> None:
+        found = most_steps(lambda steps: self._epsilon(steps, self.noise), self.budget, _MOST_STEPS)
+        if not found:
+            one = self._epsilon(1, self.noise)
+            raise ValueError(
+                f"a single step with noise_multiplier {self.noise:g} already spends epsilon {one:.4g} of "
+                f"{self.budget:g}: use more noise, a smaller batch_size or a larger epsilon"
+            )
+        if found == _MOST_STEPS:
+            raise ValueError(
+                f"with noise_multiplier {self.noise:g}, epsilon {self.budget:g} lasts for more than {_MOST_STEPS} "
+                f"steps: state steps or epochs, and solve for the noise or epsilon"
+            )
+        self._set("steps", found)
+
+    def _check_promise(self) -> None:
+        spent = self._epsilon(self.length, self.noise)
+        if spent > self.budget:
+            raise ValueError(
+                f"the plan contradicts itself: {self.length} steps with noise_multiplier {self.noise:g} spend epsilon "
+                f"{spent:.4g}, more than {self.budget:g}. Leave one of the three out to have it solved"
+            )
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything that the accounting depends on, to be stored and compared."""
+        return asdict(self)
+
+    def differences(self, other: dict[str, Any]) -> list[str]:
+        """Where another plan, as a dict, is not this one."""
+        own = self.as_dict()
+        return [
+            f"{f.name}={other.get(f.name)!r} instead of {own[f.name]!r}"
+            for f in fields(self)
+            if other.get(f.name) != own[f.name]
+        ]
+
+    def __str__(self) -> str:
+        how = {
+            "poisson": (
+                f"of {self.batch_size} of {self.examples} examples on average, Poisson sampling",
+                "more or less",
+            ),
+            "shuffled": (f"of {self.batch_size} of {self.examples} examples, shuffled every epoch", "replaced"),
+        }
+        sampled, neighbours = how[self.sampling]
+        promise = "no privacy: without noise, epsilon is infinite"
+        if self.budget < math.inf:
+            promise = (
+                f"epsilon {self.budget:.4g} at delta {self.delta:g} ({self.accountant.upper()} accountant, neighbours: "
+                f"one example {neighbours})"
+            )
+        return f"{self.length} steps ({self.epochs:.4g} epochs) {sampled}\nnoise multiplier {self.noise:.5g}\n{promise}"
+
+
+def _rounded_up(value: float) -> float:
+    """To five digits, upward: what is printed is what is used."""
+    scale = 10.0 ** (4 - math.floor(math.log10(value)))
+    return math.ceil(value * scale) / scale

@@ -1,0 +1,299 @@
+"""Private training: batches as the accounting assumes, and steps that are accounted for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..api import check_losses
+from ..reductions import ClippedSum
+from .binding import Binding, is_older, mark, trainable
+from .clips import Clip, clipper
+from .errors import PrivacyError
+from .guard import Guard
+from .ledger import Ledger
+from .noise import Scale, add_noise
+from .plan import Plan
+from .records import Spent, Step
+from .sampling import Part, Sampler, check_data, loader
+from .sources import make_source
+from .state import Checkpoint, follow_journal, open_journal, read, write
+from .sums import Sums
+from .team import Team
+
+
+class Private:
+    """Trains a model with differential privacy.
+
+    >>> import torch, persample as ps
+    >>> from persample import dp
+    >>> from torch.nn import functional as F
+    >>> _ = torch.manual_seed(0)
+    >>> data = torch.utils.data.TensorDataset(torch.randn(100, 5), torch.randint(3, (100,)))
+    >>> model = torch.nn.Linear(5, 3)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> plan = dp.Plan(examples=100, batch_size=10, epochs=2, noise_multiplier=1.0, delta=1e-3, accountant="rdp")
+    >>> private = dp.Private(model, optimizer, plan, clip=ps.ClippedSum(1.0), seed=0)
+    >>> for x, y in private.batches(data):
+    ...     step = private.step(F.cross_entropy(model(x), y, reduction="none"))
+    >>> print(private.spent())
+    epsilon 2.716 at delta 0.001 after 20 steps
+
+    Args:
+        model: its trainable parameters, in float32 or wider, are trained. It is not changed.
+        optimizer: any of ``torch.optim`` (but LBFGS) that holds those parameters.
+        plan: a `Plan`.
+        clip: a ``ps.ClippedSum``, flat, per group or automatic, or an `AdaptiveClip`.
+        secure: draw samples and noise from the operating system's generator.
+        seed: make samples and noise reproducible; then they are as secret as the seed.
+        check_every: after the first two steps, how often to re-run sub-batches in search of samples that interact;
+            0 for never.
+        journal: a file to which every step is written before it is released. If it exists, the run goes on: what it
+            counts is spent.
+        team: the processes that train together; one alone by default.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        plan: Plan,
+        clip: Clip | None = None,
+        *,
+        secure: bool = False,
+        seed: int | None = None,
+        check_every: int = 100,
+        journal: str | PathLike[str] | None = None,
+        team: Team | None = None,
+    ) -> None:
+        if not isinstance(plan, Plan):
+            raise TypeError(f"plan must be a dp.Plan, not a {type(plan).__name__}")
+        params = trainable(model)
+        self._model, self._optimizer, self._plan = model, optimizer, plan
+        self._team = Team() if team is None else team
+        self._clip = ClippedSum(1.0) if clip is None else clip
+        self._clipper = clipper(self._clip, params, plan)
+        self._binding = Binding(model, optimizer, self._clipper)
+        self._source = make_source(secure, seed, self._team.agree)
+        self._ledger = Ledger(plan)
+        self._guard = Guard(model, check_every if self._team.reruns else 0)
+        self._sums = Sums(params)
+        self._part: Part | None = None  # yielded, and not stepped yet
+        self._marked = 0
+        self._calls = 0  # of batches()
+        self._empty = 0  # since the last record
+        self.dropped = 0  # samples that were not finite, in all steps
+        self._open(journal)
+
+    def _open(self, journal: str | PathLike[str] | None) -> None:
+        """The first process keeps the journal, and tells the others what it says."""
+        ledger, went_on = self._ledger, False
+        if journal is not None and self._team.rank == 0:
+            went_on = open_journal(ledger, journal)
+        told = self._team.agree(json.dumps([went_on, ledger.run, ledger.steps, ledger.passes]).encode())
+        went_on, ledger.run, ledger.steps, ledger.passes = json.loads(told)
+        if went_on:
+            self._renew()
+
+    @property
+    def plan(self) -> Plan:
+        """The plan, which stays."""
+        return self._plan
+
+    @property
+    def clip(self) -> Clip:
+        """The clip, which stays."""
+        return self._clip
+
+    @property
+    def bound(self) -> float | None:
+        """The bound on a sample's gradient in the next step, where it moves."""
+        return self._clipper.bound
+
+    @property
+    def steps(self) -> int:
+        """Steps that are accounted for, those with empty batches included."""
+        return self._ledger.steps
+
+    def spent(self) -> Spent:
+        """What is spent so far, by the plan's accountant."""
+        return Spent(self._ledger.spent(), self.plan.delta, self._ledger.steps)
+
+    def batches(
+        self,
+        data: Any,
+        *,
+        physical_batch_size: int | None = None,
+        steps: int | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+        **options: Any,
+    ) -> Iterator[Any]:
+        """Batches of a map-style dataset, sampled as the plan says, until its steps are done.
+
+        `step` must follow each of them, but the last one before the loop is left. Batches vary in size; for an empty
+        one nothing is yielded, and the step, of noise alone, is made on the way to the next.
+
+        Args:
+            data: a dataset with a length, ``plan.examples``, and items by index.
+            physical_batch_size: yield larger batches in parts of this size, each with a `step` of its own; the
+                optimizer steps after the last part.
+            steps: stop after so many steps, for instance at the end of an epoch; call again to go on.
+            collate_fn: as for a ``DataLoader``, and so are ``num_workers`` and further ``options``.
+            num_workers: as for a ``DataLoader``.
+            options: as for a ``DataLoader``.
+        """
+        check_data(data, self.plan)
+        for name, value in (("physical_batch_size", physical_batch_size), ("steps", steps)):
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} must be a positive integer, not {value!r}")
+        self._calls += 1
+        self._part = None
+        self._sums.clear()
+        count = self._ledger.left if steps is None else min(steps, self._ledger.left)
+        sampler = Sampler(self.plan, self._source, self._team, self._ledger.steps, count, physical_batch_size)
+        loaded = loader(data, sampler, {"collate_fn": collate_fn, "num_workers": num_workers, **options})
+        return self._go_through(loaded, sampler, self._calls)
+
+    def _go_through(self, loaded: Any, sampler: Sampler, call: int) -> Iterator[Any]:
+        for batch in loaded:
+            self._check_turn(call)
+            while not sampler.parts[0].size:
+                self._step_empty(sampler.parts.popleft())
+            self._expect(sampler.parts.popleft())
+            yield batch
+        self._check_turn(call)
+        while sampler.parts:
+            self._step_empty(sampler.parts.popleft())
+
+    def _check_turn(self, call: int) -> None:
+        if call != self._calls:
+            raise PrivacyError("batches was called again since: the earlier loop cannot go on")
+        if self._part is not None:
+            raise PrivacyError(
+                f"the last batch of {self._part.size} samples was not stepped: call private.step(losses) for every "
+                f"batch, because a step that is left out is not what the plan accounts for"
+            )
+
+    def _expect(self, part: Part) -> None:
+        self._part, self._marked = part, mark()
+        self._guard.watch(part.step)
+
+    def step(self, losses: Tensor) -> Step:
+        """Clip, sum and add noise, then ``optimizer.step()``; all of it accounted for before.
+
+        Args:
+            losses: one loss per sample of the batch just yielded, in its order, with their graph.
+
+        Returns:
+            A `Step`: what became of the batch.
+        """
+        record = self.backward(losses)
+        if record.updated:
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+        return record
+
+    def backward(self, losses: Tensor) -> Step:
+        """The first half of `step`: the noisy mean gradient into ``p.grad``, for loops that step by themselves.
+
+        ``p.grad`` is overwritten, and only if the record returned says ``updated``.
+        """
+        part = self._part
+        if part is None:
+            raise PrivacyError("no batch waits for a step: losses must come from a batch of private.batches, once each")
+        check_losses(losses)
+        if len(losses) != part.size:
+            raise PrivacyError(
+                f"there are {len(losses)} losses, but the batch has {part.size} samples: give one loss for each of them"
+            )
+        if is_older(losses, self._marked):
+            raise PrivacyError("these losses were computed before the batch was drawn: compute them from the batch")
+        self._binding.check()
+        self._guard.check(len(losses))
+        found = self._team.clipped(losses, self._binding.params, self._clipper.reduction())
+        clipped, dropped = self._sums.add(found, self._clipper.count(found.clipping)), len(found.clipping.dropped)
+        self._part = None
+        self.dropped += dropped
+        if part.last:
+            self._release(part)
+        empty, self._empty = self._empty, 0
+        return Step(part.step + 1, part.last, part.size, clipped, dropped, empty)
+
+    def _step_empty(self, part: Part) -> None:
+        self._binding.check()
+        self._release(part)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._empty += 1
+
+    def _release(self, part: Part) -> None:
+        """Account, then add noise and write ``p.grad``."""
+        sums, count = self._sums.take(self._clipper)
+        self._ledger.account(part.opens_pass)
+        released = [*sums.values(), *([] if count is None else [count])]
+        scale = Scale(
+            sensitivity=self._clipper.sensitivity() * self.plan.contributions,
+            noise_multiplier=self.plan.noise,
+            size=sum(t.numel() * (2 if t.is_complex() else 1) for t in released),
+        )
+
+        def noise(tensors: Sequence[Tensor]) -> None:
+            add_noise(tensors, scale, self._source, part.step)
+
+        self._team.release(released, noise)
+        if count is not None:
+            self._clipper.follow(count)
+        for name, p in self._binding.params.items():
+            p.grad = sums[name].div_(self.plan.batch_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The accounts, and what they are bound to: numbers, strings, lists and dicts, no tensors.
+
+        Model and optimizer have states of their own; `save` keeps all three in one file.
+        """
+        return Checkpoint.of(self._ledger, self._binding, self.bound, self.dropped).as_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state: what it has spent is spent, and no noise of before is drawn again."""
+        checkpoint = Checkpoint.from_dict(state)
+        checkpoint.check(self._ledger, self._binding)
+        self._load(checkpoint)
+
+    def _load(self, checkpoint: Checkpoint) -> None:
+        self._ledger.run = checkpoint.run
+        self._ledger.advance(checkpoint.steps, checkpoint.passes)
+        if checkpoint.bound is not None:
+            self._clipper.bound = checkpoint.bound
+        self.dropped = max(self.dropped, checkpoint.dropped)
+        self._renew()
+
+    def _renew(self) -> None:
+        """Random numbers that no earlier process has seen, and no half of a batch."""
+        self._source.renew()
+        self._source.nonce = self._team.agree(self._source.nonce)
+        self._calls += 1
+        self._part = None
+        self._sums.clear()
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Model, optimizer and accounts in one safetensors file, which is replaced as a whole or not at all.
+
+        The first save begins a journal beside it, if there is none yet: steps from then on are on disk before they are
+        released, and count when the run is resumed from this file or an earlier one.
+        """
+        write(path, self._ledger, self.state_dict(), self._model, self._optimizer)
+
+    def resume(self, path: str | PathLike[str]) -> None:
+        """Load what `save` has written into the model, the optimizer and these accounts, and what the journal says."""
+        checkpoint, journal, states = read(path)
+        checkpoint.check(self._ledger, self._binding)
+        follow_journal(self._ledger, journal, checkpoint.run)
+        self._model.load_state_dict(states["model"])
+        self._optimizer.load_state_dict(states["optimizer"])
+        self._load(checkpoint)

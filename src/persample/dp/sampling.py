@@ -1,0 +1,99 @@
+"""Which examples are in a batch, and how they are loaded."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch.utils.data import DataLoader, IterableDataset
+
+from .plan import Plan
+from .sources import Source
+from .team import Team
+
+_OURS = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "in_order")
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is loaded at a time: a logical batch, or a part of it. Empty batches have one empty part."""
+
+    step: int
+    size: int
+    last: bool
+    opens_pass: bool = False
+
+
+def poisson(plan: Plan, source: Source, step: int) -> list[int]:
+    """Every example with the plan's probability, on its own."""
+    chosen: list[int] = (source.uniforms(step, plan.examples) < plan.rate).nonzero()[0].tolist()
+    return chosen
+
+
+def shuffled(plan: Plan, source: Source, step: int) -> Iterator[list[int]]:
+    """The batches of one pass, which begins at a step."""
+    order = np.argsort(source.uniforms(step, plan.examples)).tolist()
+    for start in range(0, plan.examples, plan.batch_size):
+        yield order[start : start + plan.batch_size]
+
+
+class Sampler:
+    """Indices of what to load next, for a DataLoader; `parts` tells what they are, in the same order.
+
+    A DataLoader with workers asks ahead of time: nothing is accounted here.
+    """
+
+    def __init__(self, plan: Plan, source: Source, team: Team, first: int, steps: int, physical: int | None) -> None:
+        self._plan, self._source, self._team = plan, source, team
+        self._first, self._steps, self._physical = first, steps, physical
+        self.parts: deque[Part] = deque()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for step, samples, opens_pass in self._batches():
+            own = self._team.share(samples)
+            size = self._physical or max(len(own), 1)
+            if not own:
+                self.parts.append(Part(step, 0, True, opens_pass))
+            for start in range(0, len(own), size):
+                some = own[start : start + size]
+                self.parts.append(Part(step, len(some), start + size >= len(own), opens_pass))
+                yield some
+
+    def _batches(self) -> Iterator[tuple[int, list[int], bool]]:
+        end = self._first + self._steps
+        if self._plan.sampling == "poisson":
+            for step in range(self._first, end):
+                yield step, poisson(self._plan, self._source, step), False
+            return
+        step = self._first
+        while step < end:
+            for place, samples in enumerate(shuffled(self._plan, self._source, step)):
+                if step < end:
+                    yield step, samples, place == 0
+                step += 1
+
+
+def loader(data: Any, sampler: Sampler, options: dict[str, Any]) -> DataLoader[Any]:
+    """A DataLoader over a map-style dataset."""
+    for name in _OURS:
+        if name in options:
+            raise ValueError(f"{name} cannot be chosen: batches are drawn as the plan's accounting assumes")
+    return DataLoader(data, batch_sampler=sampler, **options)
+
+
+def check_data(data: Any, plan: Plan) -> None:
+    """Refuse what cannot be sampled as the plan says."""
+    if isinstance(data, DataLoader):
+        raise TypeError(
+            "batches takes the dataset, not a DataLoader, whose sampling is not the plan's: pass its .dataset"
+        )
+    if isinstance(data, IterableDataset) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        raise TypeError(
+            f"batches needs a map-style dataset, with a length and items by index, to sample every example with the "
+            f"same probability; a {type(data).__name__} has not both"
+        )
+    if len(data) != plan.examples:
+        raise ValueError(f"the plan is for {plan.examples} examples, but the dataset has {len(data)}")

@@ -1,0 +1,111 @@
+"""Where random numbers come from: a seed, or the operating system."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+Numbers = np.ndarray[Any, np.dtype[np.float64]]
+
+_SAMPLING, _NOISE = 1, 2  # what a draw is for is part of its key
+_UNIT = 2.0**-53
+
+
+class Source(ABC):
+    """Draws that are named by what they are for and the number of the step, and never made twice.
+
+    Draws of the same step are the same in every process that shares `secret`; a fresh ``nonce`` makes all of them new.
+    """
+
+    nonce: bytes = b""
+
+    @property
+    @abstractmethod
+    def secret(self) -> bytes:
+        """What processes have to share to draw the same samples."""
+
+    @abstractmethod
+    def uniforms(self, step: int, count: int) -> Numbers:
+        """(count,) uniform in [0, 1), which decide who is in the batch of a step."""
+
+    @abstractmethod
+    def normals(self, step: int, block: int, out: Numbers) -> None:
+        """Fill with a block of the standard normal noise of a step."""
+
+    def renew(self) -> None:
+        """Make everything that is drawn from now on new, whatever was drawn by an earlier process."""
+        self.nonce = secrets.token_bytes(16)
+
+
+class Seeded(Source):
+    """Fast, and the same for the same seed: for trials, and where nobody can learn the seed or guess its stream."""
+
+    def __init__(self, seed: int | None) -> None:
+        self._seed = secrets.randbits(128) if seed is None else seed
+
+    @property
+    def secret(self) -> bytes:
+        return self._seed.to_bytes(32, "little")
+
+    def _generator(self, purpose: int, step: int, block: int = 0) -> np.random.Generator:
+        # 128-bit keys: torch.Generator would keep 32 bits of them, and steps would share streams sooner or later.
+        words = [self._seed, int.from_bytes(self.nonce, "little"), purpose, step, block]
+        digest = hashlib.sha256(repr(words).encode()).digest()
+        return np.random.Generator(np.random.SFC64(np.random.SeedSequence(int.from_bytes(digest, "little"))))
+
+    def uniforms(self, step: int, count: int) -> Numbers:
+        return self._generator(_SAMPLING, step).random(count)
+
+    def normals(self, step: int, block: int, out: Numbers) -> None:
+        self._generator(_NOISE, step, block).standard_normal(out=out)
+
+
+class Secure(Source):
+    """Cryptographically secure: noise from the operating system, samples from SHAKE-256 with a key from there."""
+
+    def __init__(self, key: bytes | None = None) -> None:
+        self._key = secrets.token_bytes(32) if key is None else key
+
+    @property
+    def secret(self) -> bytes:
+        return self._key
+
+    def uniforms(self, step: int, count: int) -> Numbers:
+        stream = hashlib.shake_256(self._key + self.nonce + step.to_bytes(8, "little"))
+        return _integers(stream.digest(8 * count)) * _UNIT
+
+    def normals(self, step: int, block: int, out: Numbers) -> None:
+        half = (len(out) + 1) // 2
+        u = _integers(os.urandom(16 * half))
+        u += 0.5  # never 0, never 1
+        u *= _UNIT
+        radius, angle = u[:half], u[half:]
+        np.log(radius, out=radius)
+        radius *= -2
+        np.sqrt(radius, out=radius)
+        angle *= 2 * math.pi
+        np.multiply(radius, np.cos(angle), out=out[:half])
+        np.multiply(radius[: len(out) - half], np.sin(angle[: len(out) - half]), out=out[half:])
+
+
+def _integers(data: bytes) -> Numbers:
+    """Whole numbers of 53 bits, eight bytes each."""
+    return (np.frombuffer(data, dtype="<u8") >> np.uint64(11)).astype(np.float64)
+
+
+def make_source(secure: bool, seed: int | None, agree: Callable[[bytes], bytes]) -> Source:
+    """The source that was asked for, with a secret on which all processes agree."""
+    if secure and seed is not None:
+        raise ValueError("secure=True has no seed: noise that can be drawn again can be taken away again")
+    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**128):
+        raise ValueError(f"seed must be an integer from 0 to 2**128 - 1, not {seed!r}")
+    if secure:
+        return Secure(agree(Secure().secret))
+    return Seeded(int.from_bytes(agree(Seeded(seed).secret), "little"))
