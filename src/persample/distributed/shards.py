@@ -1,8 +1,10 @@
 """FSDP2 (``torch.distributed.fsdp.fully_shard``): full parameters for the sharded ones, and its hooks held still.
 
 The graph of a sharded model holds full parameters, which are not those of ``model.parameters()`` and have no memory but
-while the module runs. The names used here are private to PyTorch; ``tests/distributed/test_names.py`` says for which
-versions they hold.
+while the module runs. Weights are gathered before anything else, module by module: how often the engine passes a module
+depends on a rank's samples (none, one, or enough for a probe), what the ranks gather together must not.
+
+The names used here are private to PyTorch; ``tests/distributed/test_names.py`` has them, as they are in torch 2.13.
 """
 
 from __future__ import annotations
@@ -138,7 +140,7 @@ def _units() -> list[tuple[nn.Module, Any]]:
 
 
 def _groups(state: Any) -> list[Any]:
-    """The parameters that a unit gathers together: one group until torch 2.10, then several."""
+    """The parameters that a unit gathers together: one group in older versions, then several."""
     several = getattr(state, "_fsdp_param_groups", None)
     if several is not None:
         return list(several)

@@ -49,7 +49,7 @@ class Variance(Reduction):
 
     def add(self, name: str, factor: Factor) -> None:
         call = self._call
-        mean = factor.weighted_sum(torch.full((call.batch,), 1 / call.batch, device=factor.device), call.space)
+        mean = factor.weighted_sum((call.zeros(call.batch) + 1 / call.batch).to(factor.device), call.space)
         self._squares[name] = factor.sum_squares(mean, call.space)
         if call.ranks is not None:
             self._means[name] = mean

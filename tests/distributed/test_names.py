@@ -1,0 +1,46 @@
+"""PyTorch's private names that `persample.distributed` and the graph rely on: looked up in torch 2.13."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+from torch.distributed import _composable_state
+from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group, _fsdp_state, _fully_shard
+from torch.nn.parallel import distributed as ddp
+
+from persample.graph import saved
+from persample.graph.flows import FLOWS
+
+
+@pytest.mark.parametrize(
+    ("names", "source"),
+    [
+        (
+            "is_last_backward post_backward_final_callback_queued iter_forward_root all_states",
+            _fsdp_state.FSDPStateContext,
+        ),
+        ("_training_state _state_ctx _fsdp_param_group", _fsdp_state.FSDPState),
+        (
+            "fsdp_params reduce_grads reshard_after_backward _training_state _post_forward_indices comm_ctx "
+            "is_unsharded gradient_divide_factor force_sum_reduction_for_comms",
+            _fsdp_param_group.FSDPParamGroup,
+        ),
+        ("post_forward_order", _fsdp_param_group.FSDPCommContext),
+        ("sharded_param _unsharded_param", _fsdp_param.FSDPParam),
+        ("unshard( reshard( _get_fsdp_state(", _fully_shard),
+        ("_module_state_mapping", _composable_state),
+        ("ctx.param_group post_backward", _fsdp_param_group.RegisterPostBackwardFunction),
+        ("ddp_weakref static_graph _static_graph_delay_allreduce_enqueued", ddp._DDPSink),
+    ],
+    ids=lambda value: getattr(value, "__name__", "names").split(".")[-1],
+)
+def test_names_are_there(names: str, source: object) -> None:
+    text = inspect.getsource(source)  # type: ignore[arg-type]
+    assert [name for name in names.split() if name not in text] == []
+
+
+def test_wrappers_have_the_names_by_which_their_nodes_are_known() -> None:
+    for function in (_fsdp_param_group.RegisterPostBackwardFunction, ddp._DDPSink):
+        assert f"{function.__name__}Backward" in saved._THROUGH
+        assert function.__name__ in FLOWS
