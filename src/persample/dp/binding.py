@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..distributed import owners
 from ..graph.saved import born
 from ..params import named
 from .clips import Clipper
@@ -22,12 +23,12 @@ class Binding:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, clipper: Clipper) -> None:
         self._model, self._optimizer, self._clipper = model, optimizer, clipper
         self.params = trainable(model)
-        check_optimizer(optimizer, self.params, set(model.parameters()))
+        check_optimizer(optimizer, self.params, _every(model))
         self._clip = clipper.describe()
 
     def check(self) -> None:
         """Refuse, by name, what has changed."""
-        now = named(self._model)
+        now = owners(named(self._model))
         if list(now) != list(self.params) or any(now[name] is not p for name, p in self.params.items()):
             gone = [name for name, p in self.params.items() if now.get(name) is not p]
             new = [name for name, p in now.items() if self.params.get(name) is not p]
@@ -35,7 +36,7 @@ class Binding:
                 f"the trainable parameters have changed since the run began: {gone} are gone, {new} are new. "
                 f"The noise was planned for those of the start: freeze or replace parameters before dp.Private is made"
             )
-        check_optimizer(self._optimizer, self.params, set(self._model.parameters()))
+        check_optimizer(self._optimizer, self.params, _every(self._model))
         clip = self._clipper.describe()
         if clip != self._clip:
             changes = [f"{key} from {old} to {clip[key]}" for key, old in self._clip.items() if clip[key] != old]
@@ -53,7 +54,7 @@ def trainable(model: nn.Module) -> dict[str, Tensor]:
     """The parameters that are trained, if they can be."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, not a {type(model).__name__}")
-    params = named(model)
+    params = dict(owners(named(model)))
     if not params:
         raise ValueError("the model has no trainable parameters")
     for name, p in params.items():
@@ -63,6 +64,10 @@ def trainable(model: nn.Module) -> dict[str, Tensor]:
                 f"parameters in float32, and compute under torch.autocast"
             )
     return params
+
+
+def _every(model: nn.Module) -> set[Tensor]:
+    return set(owners(dict(model.named_parameters())).values())
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor], known: set[Tensor]) -> None:

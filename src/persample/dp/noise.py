@@ -53,10 +53,13 @@ class Scale:
         return self.noise_multiplier * whole
 
 
-def add_noise(sums: Sequence[Tensor], scale: Scale, source: Source, step: int) -> None:
+_STREAM = 2**40  # blocks between the noise of one process and the next
+
+
+def add_noise(sums: Sequence[Tensor], scale: Scale, source: Source, step: int, stream: int = 0) -> None:
     """Round the sums to the grid and add the noise of one step, in place.
 
-    Numbers are worked on in float64 and blocks that do not depend on how many threads share the work.
+    Processes that each add noise to a part of the sums use a ``stream`` of their own. Numbers are worked on in float64 and blocks that do not depend on how many threads share the work.
     """
     if scale.noise_multiplier == 0:
         return
@@ -67,7 +70,7 @@ def add_noise(sums: Sequence[Tensor], scale: Scale, source: Source, step: int) -
 
     def fill(block: int) -> None:
         with torch.no_grad():  # a mode of every thread on its own
-            _fill(blocks[block], scale, source, step, block)
+            _fill(blocks[block], scale, source, step, stream * _STREAM + block)
 
     workers = min(torch.get_num_threads(), len(blocks))
     if workers <= 1:

@@ -25,6 +25,7 @@ from .sources import make_source
 from .state import Checkpoint, follow_journal, open_journal, read, write
 from .sums import Sums
 from .team import Team
+from .teams import team_of
 
 
 class Private:
@@ -55,7 +56,8 @@ class Private:
             0 for never.
         journal: a file to which every step is written before it is released. If it exists, the run goes on: what it
             counts is spent.
-        team: the processes that train together; one alone by default.
+        team: the processes that train together. By default all of ``torch.distributed``'s default group, if it is
+            initialised: `Shards` for a model of FSDP2, else `Replicas`; and one alone if not (``dp.Team()``).
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class Private:
             raise TypeError(f"plan must be a dp.Plan, not a {type(plan).__name__}")
         params = trainable(model)
         self._model, self._optimizer, self._plan = model, optimizer, plan
-        self._team = Team() if team is None else team
+        self._team = team_of(model) if team is None else team
         self._clip = ClippedSum(1.0) if clip is None else clip
         self._clipper = clipper(self._clip, params, plan)
         self._binding = Binding(model, optimizer, self._clipper)
@@ -95,10 +97,15 @@ class Private:
         ledger, went_on = self._ledger, False
         if journal is not None and self._team.rank == 0:
             went_on = open_journal(ledger, journal)
+        if self._tell_accounts(went_on):
+            self._renew()
+
+    def _tell_accounts(self, went_on: bool) -> bool:
+        """The first process's accounts, in all of them."""
+        ledger = self._ledger
         told = self._team.agree(json.dumps([went_on, ledger.run, ledger.steps, ledger.passes]).encode())
         went_on, ledger.run, ledger.steps, ledger.passes = json.loads(told)
-        if went_on:
-            self._renew()
+        return went_on
 
     @property
     def plan(self) -> Plan:
@@ -204,6 +211,10 @@ class Private:
 
         ``p.grad`` is overwritten, and only if the record returned says ``updated``.
         """
+        with self._team.together():
+            return self._backward(losses)
+
+    def _backward(self, losses: Tensor) -> Step:
         part = self._part
         if part is None:
             raise PrivacyError("no batch waits for a step: losses must come from a batch of private.batches, once each")
@@ -216,18 +227,19 @@ class Private:
             raise PrivacyError("these losses were computed before the batch was drawn: compute them from the batch")
         self._binding.check()
         self._guard.check(len(losses))
-        found = self._team.clipped(losses, self._binding.params, self._clipper.reduction())
+        found = self._team.clipped(losses, self._binding.params, self._clipper.reduction(), part.padding)
         clipped, dropped = self._sums.add(found, self._clipper.count(found.clipping)), len(found.clipping.dropped)
         self._part = None
         self.dropped += dropped
         if part.last:
             self._release(part)
         empty, self._empty = self._empty, 0
-        return Step(part.step + 1, part.last, part.size, clipped, dropped, empty)
+        return Step(part.step + 1, part.last, part.size - part.padding, clipped, dropped, empty)
 
     def _step_empty(self, part: Part) -> None:
-        self._binding.check()
-        self._release(part)
+        with self._team.together():
+            self._binding.check()
+            self._release(part)
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._empty += 1
@@ -243,8 +255,8 @@ class Private:
             size=sum(t.numel() * (2 if t.is_complex() else 1) for t in released),
         )
 
-        def noise(tensors: Sequence[Tensor]) -> None:
-            add_noise(tensors, scale, self._source, part.step)
+        def noise(tensors: Sequence[Tensor], stream: int = 0) -> None:
+            add_noise(tensors, scale, self._source, part.step, stream)
 
         self._team.release(released, noise)
         if count is not None:
@@ -287,13 +299,17 @@ class Private:
         The first save begins a journal beside it, if there is none yet: steps from then on are on disk before they are
         released, and count when the run is resumed from this file or an earlier one.
         """
-        write(path, self._ledger, self.state_dict(), self._model, self._optimizer)
+        states = self._team.states(self._model, self._optimizer)
+        if self._team.rank == 0:
+            write(path, self._ledger, self.state_dict(), states)
+        self._team.agree(b"saved")
 
     def resume(self, path: str | PathLike[str]) -> None:
         """Load what `save` has written into the model, the optimizer and these accounts, and what the journal says."""
         checkpoint, journal, states = read(path)
         checkpoint.check(self._ledger, self._binding)
-        follow_journal(self._ledger, journal, checkpoint.run)
-        self._model.load_state_dict(states["model"])
-        self._optimizer.load_state_dict(states["optimizer"])
+        if self._team.rank == 0:
+            follow_journal(self._ledger, journal, checkpoint.run)
+        self._tell_accounts(False)
+        self._team.load_states(self._model, self._optimizer, states)
         self._load(checkpoint)

@@ -25,6 +25,7 @@ class Part:
     size: int
     last: bool
     opens_pass: bool = False
+    padding: int = 0  # samples at its end that do not count
 
 
 def poisson(plan: Plan, source: Source, step: int) -> list[int]:
@@ -53,13 +54,11 @@ class Sampler:
 
     def __iter__(self) -> Iterator[list[int]]:
         for step, samples, opens_pass in self._batches():
-            own = self._team.share(samples)
-            size = self._physical or max(len(own), 1)
-            if not own:
+            parts = self._team.parts(samples, self._physical)
+            if not parts:
                 self.parts.append(Part(step, 0, True, opens_pass))
-            for start in range(0, len(own), size):
-                some = own[start : start + size]
-                self.parts.append(Part(step, len(some), start + size >= len(own), opens_pass))
+            for place, (some, padding) in enumerate(parts):
+                self.parts.append(Part(step, len(some), place + 1 == len(parts), opens_pass, padding))
                 yield some
 
     def _batches(self) -> Iterator[tuple[int, list[int], bool]]:

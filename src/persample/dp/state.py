@@ -10,8 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .binding import Binding
 from .errors import PrivacyError
@@ -72,10 +71,8 @@ def open_journal(ledger: Ledger, path: str | PathLike[str]) -> bool:
     return False
 
 
-def write(
-    path: str | PathLike[str], ledger: Ledger, state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
-) -> None:
-    """Everything into one file, which replaces an earlier one at once or not at all."""
+def write(path: str | PathLike[str], ledger: Ledger, state: dict[str, Any], states: dict[str, Any]) -> None:
+    """Accounts and the states of model and optimizer into one file, which replaces an earlier one at once or not at all."""
     path = Path(path)
     if ledger.journal is None:
         beside = path.with_name(path.name + ".journal")
@@ -86,7 +83,7 @@ def write(
         ledger.begin_journal(beside)
     assert ledger.journal is not None
     tensors: dict[str, Tensor] = {}
-    tree = _packed({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "", tensors)
+    tree = _packed(states, "", tensors)
     journal = os.path.relpath(ledger.journal.path, path.parent)
     metadata = {"persample": json.dumps({"state": state, "journal": journal, "tree": tree})}
     scratch = path.with_name(path.name + ".new")

@@ -1,22 +1,30 @@
-"""Who takes part in a step. One process alone here; several put their own `Team` in its place."""
+"""Who takes part in a step. One process alone here; `Replicas` and `Shards` are several."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from ..reduce import reduce
 from ..reductions import ClippedSum
 
-AddNoise = Callable[[Sequence[Tensor]], None]
+Parts = list[tuple[list[int], int]]
+
+
+class AddNoise(Protocol):
+    """Adds a step's noise to tensors, in place; each ``stream`` has its own."""
+
+    def __call__(self, tensors: Sequence[Tensor], stream: int = 0) -> None: ...
 
 
 class Team:
     """One process. A subclass overrides what several processes do differently; everything else is the same for both.
 
-    Every process of a team draws the same samples and keeps the same accounts; `share` says which of the samples are
+    Every process of a team draws the same samples and keeps the same accounts; `parts` says which of the samples are
     its own, `release` makes one noisy sum of the local ones.
     """
 
@@ -28,14 +36,34 @@ class Team:
         """The first process's value, in all of them: keys and nonces of random numbers."""
         return value
 
-    def share(self, samples: list[int]) -> list[int]:
-        """Those of a batch's samples that this process takes."""
-        return samples[self.rank :: self.size]
+    def together(self) -> AbstractContextManager[None]:
+        """Around what may fail in one process, while others wait for it in `release`."""
+        return nullcontext()
 
-    def clipped(self, losses: Tensor, params: Mapping[str, Tensor], clip: ClippedSum) -> Any:
+    def parts(self, samples: list[int], physical: int | None) -> Parts:
+        """Those of a batch's samples that this process takes, in parts; and how many at a part's end do not count."""
+        own = samples[self.rank :: self.size]
+        return [(part, 0) for part in split(own, physical)]
+
+    def clipped(self, losses: Tensor, params: Mapping[str, Tensor], clip: ClippedSum, padding: int) -> Any:
         """The clipped sum over this process's losses, by name, with its ``clipping``."""
         return reduce(losses, params, clip, independent=True)[0]
 
     def release(self, sums: Sequence[Tensor], add_noise: AddNoise) -> None:
         """From local sums to their noisy total, in place and the same in all processes; noise is drawn once."""
         add_noise(sums)
+
+    def states(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """What is saved of model and optimizer."""
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+    def load_states(self, model: nn.Module, optimizer: torch.optim.Optimizer, states: dict[str, Any]) -> None:
+        """Go on from what was saved."""
+        model.load_state_dict(states["model"])
+        optimizer.load_state_dict(states["optimizer"])
+
+
+def split(samples: list[int], physical: int | None) -> list[list[int]]:
+    """In parts of at most this size; none for no samples."""
+    size = physical or max(len(samples), 1)
+    return [samples[start : start + size] for start in range(0, len(samples), size)]

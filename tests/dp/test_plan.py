@@ -1,0 +1,109 @@
+"""Plans: what is solved keeps the promise, what cannot be kept is refused by name."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import pytest
+
+from persample import dp
+
+BASE: dict[str, Any] = {"examples": 1000, "batch_size": 50, "delta": 1e-5, "accountant": "rdp"}
+
+
+def plan(**more: Any) -> dp.Plan:
+    return dp.Plan(**{**BASE, **more})
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+@pytest.mark.parametrize("sampling", ["poisson", "shuffled"])
+@pytest.mark.parametrize("epsilon", [0.5, 8.0])
+def test_solved_noise_is_the_least_that_keeps_the_promise(accountant: str, sampling: str, epsilon: float) -> None:
+    kinds = {"accountant": accountant, "sampling": sampling, "epochs": 3}
+    solved = plan(epsilon=epsilon, **kinds)
+    assert solved.spent(solved.length) <= epsilon
+    assert plan(noise_multiplier=solved.noise * 0.997, **kinds).budget > epsilon
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "shuffled"])
+def test_solved_length_is_the_longest_that_keeps_the_promise(sampling: str) -> None:
+    solved = plan(epsilon=5.0, noise_multiplier=4.0, sampling=sampling)
+    assert solved.spent(solved.length) <= 5.0
+    assert solved.spent(math.ceil(solved.length * 1.002) + 20) > 5.0
+    assert solved.epochs == pytest.approx(solved.length / 20)
+
+
+def test_solved_epsilon_is_the_accountants() -> None:
+    solved = plan(noise_multiplier=1.0, steps=100)
+    assert solved.epsilon == solved.spent(100)
+    assert solved.spent(0) == 0
+    assert solved.spent(50) < solved.spent(100)
+
+
+def test_lengths() -> None:
+    assert plan(epochs=1, noise_multiplier=1.0).steps == 20
+    assert plan(epochs=0.01, noise_multiplier=1.0).steps == 1
+    uneven = plan(examples=1001, epochs=2, noise_multiplier=1.0)
+    assert uneven.steps == math.ceil(2 * 1001 / 50) == 41
+    assert plan(examples=1001, epochs=2, noise_multiplier=1.0, sampling="shuffled").steps == 42
+    assert plan(batch_size=1000, epochs=3, noise_multiplier=1.0).steps == 3
+
+
+def test_without_noise_there_is_no_promise() -> None:
+    bare = plan(epochs=1, noise_multiplier=0)
+    assert bare.epsilon == math.inf
+    assert "no privacy" in str(bare)
+
+
+def test_it_prints_itself() -> None:
+    lines = str(plan(epochs=1, noise_multiplier=2.0, sampling="shuffled")).splitlines()
+    assert lines[0] == "20 steps (1 epochs) of 50 of 1000 examples, shuffled every epoch"
+    assert lines[1] == "noise multiplier 2"
+    assert re.fullmatch(r"epsilon [\d.]+ at delta 1e-05 \(RDP accountant, neighbours: one example replaced\)", lines[2])
+
+
+def test_it_cannot_be_changed() -> None:
+    with pytest.raises(FrozenInstanceError):
+        plan(epochs=1, noise_multiplier=1.0).noise_multiplier = 0.1  # type: ignore[misc]
+
+
+def test_three_that_agree_are_fine() -> None:
+    assert plan(epochs=1, noise_multiplier=2.0, epsilon=5.0).epsilon == 5.0
+
+
+REFUSED = [
+    ({"epochs": 1}, "missing are epsilon and noise_multiplier"),
+    ({"epsilon": 1.0}, "missing are steps and noise_multiplier"),
+    ({"epochs": 1, "steps": 3, "epsilon": 1.0}, "length is given twice: epochs=1 and steps=3"),
+    ({"epochs": 10, "noise_multiplier": 0.7, "epsilon": 0.5}, "contradicts itself: 200 steps .* more than 0.5"),
+    ({"epochs": 1, "epsilon": 1.0, "batch_size": 1001}, "batch_size 1001 is larger than the dataset of 1000"),
+    ({"epochs": 1, "epsilon": 0.0}, "epsilon must be positive"),
+    ({"epochs": 1, "epsilon": -1.0}, "epsilon must be a number that is not negative, not -1.0"),
+    ({"epochs": 1, "epsilon": math.nan}, "epsilon must be a number that is not negative, not nan"),
+    ({"epochs": 0, "epsilon": 1.0}, "epochs must be positive and finite"),
+    ({"epochs": 1, "noise_multiplier": math.inf}, "noise_multiplier must be finite"),
+    ({"epochs": 1, "epsilon": 1.0, "delta": 0.0}, "delta must be a number between 0 and 1"),
+    ({"epochs": 1, "epsilon": 1.0, "delta": 1.5}, "delta must be a number between 0 and 1"),
+    ({"epochs": 1, "epsilon": 1.0, "examples": 0}, "examples must be a positive integer, not 0"),
+    ({"epochs": 1, "epsilon": 1.0, "batch_size": 2.5}, "batch_size must be a positive integer, not 2.5"),
+    ({"steps": True, "epsilon": 1.0}, "steps must be a positive integer, not True"),
+    ({"epochs": 1, "epsilon": 1.0, "accountant": "gdp"}, "accountant must be one of pld, rdp, not 'gdp'"),
+    ({"epochs": 1, "epsilon": 1.0, "sampling": "none"}, "sampling must be one of poisson, shuffled, not 'none'"),
+    ({"noise_multiplier": 0.5, "epsilon": 0.1}, "a single step with noise_multiplier 0.5 already spends"),
+    ({"noise_multiplier": 1e4, "epsilon": 1.0}, "lasts for more than 10000000 steps"),
+    ({"epochs": 1, "epsilon": 1e-9, "delta": 1e-30}, "no noise keeps epsilon 1e-09"),
+]
+
+
+@pytest.mark.parametrize(("more", "message"), REFUSED, ids=[m[:30] for _, m in REFUSED])
+def test_refusals(more: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan(**more)
+
+
+def test_a_large_delta_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match=r"delta 0.001 is not below 1 / examples = 0.001"):
+        plan(epochs=1, epsilon=1.0, delta=1e-3)
