@@ -2,7 +2,7 @@
 
 from .accumulate import accumulate
 from .ranks import Ranks
-from .shards import Leaves
+from .shards import Leaves, computes_in, is_sharded, owners, summing
 from .wrappers import undisturbed
 
-__all__ = ["Leaves", "Ranks", "accumulate", "undisturbed"]
+__all__ = ["Leaves", "Ranks", "accumulate", "computes_in", "is_sharded", "owners", "summing", "undisturbed"]

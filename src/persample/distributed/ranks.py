@@ -33,6 +33,26 @@ class Ranks:
             )
         return cls(group)
 
+    @property
+    def rank(self) -> int:
+        """This process's place in the group."""
+        return dist.get_rank(self.group)
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return dist.get_world_size(self.group)
+
+    def first(self, value: bytes, device: torch.device) -> bytes:
+        """The first rank's value, on all of them."""
+        size = torch.tensor([len(value)], dtype=torch.int64, device=device)
+        dist.broadcast(size, group=self.group, group_src=0)
+        line = torch.zeros(int(size), dtype=torch.uint8, device=device)
+        if self.rank == 0:
+            line.copy_(torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else line)
+        dist.broadcast(line, group=self.group, group_src=0)
+        return bytes(line.tolist())
+
     def count(self, numbers: Sequence[int], device: torch.device) -> list[int]:
         """The sum over ranks of each number."""
         total = torch.tensor(numbers, dtype=torch.int64, device=device)

@@ -46,6 +46,35 @@ def is_flattened(t: Tensor) -> bool:
     return hasattr(t, "_fsdp_flattened") or hasattr(t, "_is_flat_param")
 
 
+def owners(params: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The same by name, with the sharded parameter for a full one that a module holds while it is gathered."""
+    members = [group for _, state in _units() for group in _groups(state)]
+    parts = {id(one._unsharded_param): one.sharded_param for one in _initialised(members)}
+    return {name: parts.get(id(p), p) for name, p in params.items()} if parts else params
+
+
+@contextmanager
+def summing(params: Mapping[str, Tensor]) -> Iterator[None]:
+    """Let an ordinary backward of these sharded parameters' models give sums over ranks, where FSDP takes means."""
+    members = [group for _, state in _states_of(params, (), ()) for group in _groups(state)]
+    names = {"gradient_divide_factor": 1.0, "force_sum_reduction_for_comms": True}
+    before = [(group, name, getattr(group, name)) for group in members for name in names]
+    for group in members:
+        for name, value in names.items():
+            setattr(group, name, value)
+    try:
+        yield
+    finally:
+        for group, name, value in before:
+            setattr(group, name, value)
+
+
+def computes_in(params: Mapping[str, Tensor]) -> set[Any]:
+    """The dtypes in which sharded parameters are used and their gradients added up, other than their own."""
+    members = [group for _, state in _states_of(params, (), ()) for group in _groups(state)]
+    return {d for group in members for d in (group.mp_policy.param_dtype, group.mp_policy.reduce_dtype)} - {None}
+
+
 def own_shard(p: Any, total: Tensor) -> Tensor:
     """This process's part of a full tensor that all ranks have, as a DTensor like a sharded parameter."""
     from torch.distributed.tensor import DTensor, Replicate
@@ -73,7 +102,7 @@ def gathered(
     members = [group for _, state in states for group in _groups(state)]
     try:
         with _held_still([state for _, state in states], members):
-            pairs = [(one.sharded_param, one._unsharded_param) for group in members for one in group.fsdp_params]
+            pairs = [(one.sharded_param, one._unsharded_param) for one in _initialised(members)]
             full = {id(part): whole for part, whole in pairs}
             parts = {id(whole): part for part, whole in pairs}
             yield Leaves(
@@ -145,6 +174,11 @@ def _groups(state: Any) -> list[Any]:
     if several is not None:
         return list(several)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def _initialised(members: Sequence[Any]) -> list[Any]:
+    """The parameters of groups, those that have been gathered once."""
+    return [one for group in members for one in group.fsdp_params if hasattr(one, "_unsharded_param")]
 
 
 def _holds(group: Any, wanted: set[int]) -> bool:

@@ -12,5 +12,6 @@ from .plan import Plan
 from .private import Private
 from .records import Spent, Step
 from .team import Team
+from .teams import Replicas, Shards
 
-__all__ = ["AdaptiveClip", "Plan", "PrivacyError", "Private", "Spent", "Step", "Team"]
+__all__ = ["AdaptiveClip", "Plan", "PrivacyError", "Private", "Replicas", "Shards", "Spent", "Step", "Team"]

@@ -59,7 +59,8 @@ _STREAM = 2**40  # blocks between the noise of one process and the next
 def add_noise(sums: Sequence[Tensor], scale: Scale, source: Source, step: int, stream: int = 0) -> None:
     """Round the sums to the grid and add the noise of one step, in place.
 
-    Processes that each add noise to a part of the sums use a ``stream`` of their own. Numbers are worked on in float64 and blocks that do not depend on how many threads share the work.
+    Processes that each add noise to a part of the sums use a ``stream`` of their own. Numbers are worked on in float64
+    and blocks that do not depend on how many threads share the work.
     """
     if scale.noise_multiplier == 0:
         return

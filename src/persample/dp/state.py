@@ -72,7 +72,7 @@ def open_journal(ledger: Ledger, path: str | PathLike[str]) -> bool:
 
 
 def write(path: str | PathLike[str], ledger: Ledger, state: dict[str, Any], states: dict[str, Any]) -> None:
-    """Accounts and the states of model and optimizer into one file, which replaces an earlier one at once or not at all."""
+    """Accounts and the states of model and optimizer in one file, which replaces an earlier one or leaves it whole."""
     path = Path(path)
     if ledger.journal is None:
         beside = path.with_name(path.name + ".journal")

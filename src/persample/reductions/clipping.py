@@ -171,7 +171,7 @@ class ClippedSum(Reduction):
         kept = finite.nonzero().squeeze(1) if dropped else slice(None)
         weights = {key: torch.zeros_like(n) for key, n in norms.items()}
         for key, n in norms.items():
-            weights[key][kept] = self._weigh(key, n[kept])
+            weights[key][kept] = self._weigh(self._bounds.get(key), n[kept])
         sums: dict[str, Tensor] = {}
         for key, names in groups.members.items():
             sums.update(self._sums(names, weights[key], kept))
@@ -195,12 +195,23 @@ class ClippedSum(Reduction):
                 factors[name] = factors[name][kept.to(factors[name].device)]
         return bounded_sums(factors, weights, self._groups.call.space)
 
-    def _weigh(self, key: Hashable, norms: Tensor) -> Tensor:
-        if self.weights is not None:
+    def weigh(self, norms: Tensor) -> Tensor:
+        """(B,): the weights of samples with such finite norms, for a sum that is made in some other way.
+
+        >>> import torch, persample as ps
+        >>> ps.ClippedSum(1.0).weigh(torch.tensor([0.5, 4.0]))
+        tensor([1.0000, 0.2500])
+        """
+        if self.per is not None:
+            raise ValueError("one weight per sample needs one group of parameters: leave out per=")
+        return self._weigh(None if self.max_norm is None else _values(self.max_norm)[0], norms)
+
+    def _weigh(self, bound: float | None, norms: Tensor) -> Tensor:
+        if bound is None:
             return self._given_weights(norms)
         if self.gamma is not None:
-            return self._bounds[key] / (norms + self.gamma)
-        return (self._bounds[key] / norms).clamp(max=1)  # a gradient of zero has inf, hence 1
+            return bound / (norms + self.gamma)
+        return (bound / norms).clamp(max=1)  # a gradient of zero has inf, hence 1
 
     def _given_weights(self, norms: Tensor) -> Tensor:
         assert self.weights is not None
