@@ -35,6 +35,19 @@ class Several(Team):
         with self._all_there():
             return self._ranks.first(value, self._device)
 
+    def _noisy_total(self, sums: Sequence[Tensor], add_noise: AddNoise, stream: int = 0) -> None:
+        """Local sums to the first process, noise there, and the result to all: in float64, in place."""
+        flat = [torch.view_as_real(t) if t.is_complex() else t for t in sums]
+        line = torch.cat([t.reshape(-1).to(self._device, torch.float64) for t in flat])
+        parts = [part.view(t.shape) for part, t in zip(line.split([t.numel() for t in flat]), flat, strict=True)]
+        with self._all_there():
+            dist.reduce(line, group=self._ranks.group, group_dst=0)
+            if self.rank == 0:
+                add_noise(parts, stream)
+            dist.broadcast(line, group=self._ranks.group, group_src=0)
+        for t, part in zip(flat, parts, strict=True):
+            t.copy_(part)
+
     @contextmanager
     def _all_there(self) -> Iterator[None]:
         """PyTorch's error for a process that is gone or does not answer, with the remedy."""
@@ -88,16 +101,7 @@ class Replicas(Several):
                 f"{failed} of {self.size} processes could not make this step, and say why themselves: nothing was "
                 f"released. The step counts as spent; resume from the last private.save"
             )
-        flat = [torch.view_as_real(t) if t.is_complex() else t for t in sums]
-        line = torch.cat([t.reshape(-1).to(self._device, torch.float64) for t in flat])
-        with self._all_there():
-            dist.reduce(line, group=self._ranks.group, group_dst=0)
-            parts = [part.view(t.shape) for part, t in zip(line.split([t.numel() for t in flat]), flat, strict=True)]
-            if self.rank == 0:
-                add_noise(parts)
-            dist.broadcast(line, group=self._ranks.group, group_src=0)
-        for t, part in zip(flat, parts, strict=True):
-            t.copy_(part)
+        self._noisy_total(sums, add_noise)
 
 
 class Shards(Several):
@@ -144,7 +148,7 @@ class Shards(Several):
         weights[counted:] = 0
         for p in params.values():
             p.grad = None
-        with summing(params), self._all_there():
+        with summing(params):
             losses.backward(weights.to(losses.dtype))
         found = ClippedDict({name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in params.items()})
         found.clipping = Clipping(norms[:counted], weights[:counted], (), clip.sensitivity)
@@ -153,7 +157,10 @@ class Shards(Several):
         return found
 
     def release(self, sums: Sequence[Tensor], add_noise: AddNoise) -> None:
-        add_noise([t.to_local() if is_sharded(t) else t for t in sums], stream=self.rank)  # type: ignore[attr-defined]
+        add_noise([t.to_local() for t in sums if is_sharded(t)], self.rank)  # type: ignore[attr-defined]
+        whole = [t for t in sums if not is_sharded(t)]  # an adaptive clip's count
+        if whole:
+            self._noisy_total(whole, add_noise, stream=self.size)
 
     def states(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
