@@ -1,0 +1,162 @@
+"""Every way to clip, and the bound that follows a quantile."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import persample as ps
+from persample import dp
+from persample.dp.clips import Following
+from tests.dp.helpers import dataset, flat, losses_of, network, plan, private
+
+
+def clips(model: nn.Module) -> dict[str, tuple[Any, float]]:
+    """Clips of all kinds, and their sensitivities."""
+    layers = [model[0], model[2]]  # type: ignore[index]
+    return {
+        "flat": (ps.ClippedSum(0.3), 0.3),
+        "per parameter": (ps.ClippedSum(0.2, per="parameter"), 0.4),
+        "per parameter, bounds": (
+            ps.ClippedSum({"0.weight": 0.1, "0.bias": 0.2, "2.weight": 0.2, "2.bias": 0.4}, per="parameter"),
+            0.5,
+        ),
+        "per layer": (ps.ClippedSum([0.3, 0.4], per=layers), 0.5),
+        "groups by name": (
+            ps.ClippedSum(0.3, per={"w": ["0.weight", "2.weight"], "b": ["0.bias", "2.bias"]}),
+            0.3 * math.sqrt(2),
+        ),
+        "automatic": (ps.ClippedSum(0.3, gamma=0.01), 0.3),
+        "weights": (ps.ClippedSum(weights=lambda n: 0.3 / (1 + n), sensitivity=0.3), 0.3),
+    }
+
+
+@pytest.mark.parametrize("name", list(clips(network())))
+@pytest.mark.parametrize("physical", [None, 7])
+def test_sums_are_the_reductions_and_noise_is_scaled_by_its_sensitivity(name: str, physical: int | None) -> None:
+    model = network()
+    clip, sensitivity = clips(model)[name]
+    trained = private(model, plan(batch_size=60, steps=1), clip=clip)
+    assert trained._clipper.sensitivity() == pytest.approx(sensitivity)
+    bare = private(model, plan(batch_size=60, steps=1, noise_multiplier=0.0), clip=clip)
+    unit = private(model, plan(batch_size=60, steps=1), clip=ps.ClippedSum(1.0))
+    found = []
+    for run in (trained, bare, unit):
+        for batch in run.batches(dataset(), physical_batch_size=physical):
+            run.backward(losses_of(model, batch))
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+        model.zero_grad()
+    expected = ps.reduce(losses_of(model, dataset().tensors), model, clip)[0]
+    torch.testing.assert_close(found[1], torch.cat([t.flatten() for t in expected.values()]) / 60, atol=1e-6, rtol=1e-5)
+    clean = ps.clipped_sum(losses_of(model, dataset().tensors), model, max_norm=1.0)
+    noise = found[2] - torch.cat([t.flatten() for t in clean.values()]) / 60
+    torch.testing.assert_close(found[0] - found[1], noise * sensitivity, atol=1e-4, rtol=1e-3)
+
+
+def test_a_stated_sensitivity_is_checked() -> None:
+    model = network()
+    before = flat(model)
+    trained = private(model, clip=ps.ClippedSum(weights=torch.ones_like, sensitivity=0.01))
+    for batch in trained.batches(dataset()):
+        with pytest.raises(dp.PrivacyError, match=r"more than the sensitivity 0.01 that was stated"):
+            trained.step(losses_of(model, batch))
+        break
+    assert torch.equal(before, flat(model))
+    assert trained.steps == 0
+
+
+def test_bounds_of_groups_that_change_are_seen() -> None:
+    model = network()
+    bounds = [0.3, 0.4]
+    trained = private(model, clip=ps.ClippedSum(bounds, per=[model[0], model[2]]))  # type: ignore[index]
+    for batch in trained.batches(dataset()):
+        bounds[0] = 30.0
+        with pytest.raises(dp.PrivacyError, match="the clip was changed"):
+            trained.step(losses_of(model, batch))
+        break
+
+
+class Scaled(nn.Module):
+    """Sample i's gradient has the norm of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+@pytest.mark.parametrize("quantile", [0.2, 0.5, 0.9])
+@pytest.mark.parametrize("sampling", ["poisson", "shuffled"])
+def test_the_bound_comes_to_the_quantile(quantile: float, sampling: str) -> None:
+    """Norms are 1 … 400: with noise of 2 on a count of about 200, the bound ends near the quantile."""
+    data = torch.utils.data.TensorDataset(torch.arange(1.0, 401.0).unsqueeze(1))
+    model = Scaled()
+    clip = dp.AdaptiveClip(initial=1.0, quantile=quantile, rate=0.3, count_noise=2.0)
+    trained = private(model, plan(examples=400, batch_size=200, steps=120, sampling=sampling), clip=clip)
+    for (x,) in trained.batches(data):
+        trained.step(model(x))
+    assert trained.bound == pytest.approx(400 * quantile, rel=0.15)
+    assert trained.spent().epsilon == trained.plan.epsilon  # the count is paid for by noise, not by more epsilon
+
+
+def test_the_budget_is_shared_between_sum_and_count() -> None:
+    """The stated noise on the count, and (z⁻² - (2 σ_b)⁻²)^(-1/2) on the gradients: together the plan's z."""
+    z, sigma, bound = 1.5, 4.0, 0.7
+    following = Following(dp.AdaptiveClip(initial=bound, count_noise=sigma), plan(noise_multiplier=z))
+    std = z * following.sensitivity()
+    assert std / following._kappa == pytest.approx(sigma)
+    assert std / bound == pytest.approx((z**-2 - (2 * sigma) ** -2) ** -0.5)
+    assert ((std / bound) ** -2 + (2 * sigma) ** -2) ** -0.5 == pytest.approx(z)
+
+
+def test_the_count_moves_by_no_more_than_is_accounted() -> None:
+    """One sample more or less moves (sum, count) by the joint sensitivity at most, clipped or not."""
+    following = Following(dp.AdaptiveClip(initial=1.0, count_noise=3.0), plan())
+    for norm in (0.0, 0.5, 1.0, 7.0, math.nan):
+        alone = following.count(ps.Clipping(torch.tensor([norm]), torch.ones(1)))
+        assert alone is not None
+        moved = math.hypot(min(norm, 1.0) if norm == norm else 0.0, float(alone))
+        assert moved <= following.sensitivity() + 1e-12
+
+
+def test_an_empty_batch_moves_the_bound_by_noise_alone() -> None:
+    model = network()
+    trained = private(
+        model, plan(batch_size=1, steps=30), clip=dp.AdaptiveClip(initial=0.5, count_noise=3.0), check_every=0
+    )
+    for batch in trained.batches(dataset()):
+        trained.step(losses_of(model, batch))
+    assert trained.steps == 30
+    assert trained.bound != 0.5
+
+
+def test_adaptive_bounds_without_noise_follow_the_counts() -> None:
+    data = torch.utils.data.TensorDataset(torch.arange(1.0, 11.0).unsqueeze(1))
+    model = Scaled()
+    clip = dp.AdaptiveClip(initial=4.0, quantile=0.5, rate=1.0)
+    trained = private(model, plan(examples=10, batch_size=10, steps=1, noise_multiplier=0.0), clip=clip)
+    for (x,) in trained.batches(data):
+        trained.step(model(x))
+    assert trained.bound == pytest.approx(4.0 * math.exp(-(0.4 - 0.5)))
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"initial": 0.0}, "max_norm must be positive"),
+    ({"quantile": 1.5}, "quantile must lie between 0 and 1, not 1.5"),
+    ({"rate": 0.0}, "rate must be positive and finite"),
+    ({"count_noise": -1.0}, "count_noise must be positive and finite"),
+    ({"nonfinite": "keep"}, "nonfinite must be 'raise' or 'drop'"),
+    ({"count_noise": 0.4}, "count_noise 0.4 would take the whole budget"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=[m[:20] for _, m in REFUSED])
+def test_refusals(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        private(clip=dp.AdaptiveClip(**options))
