@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from persample.kernels.conv_select import applicable
+from persample.kernels.conv_select import Key, applicable
 from persample.kernels.convolution import Geometry, explain_choice, weight_per_sample
 
 from . import environment
@@ -66,12 +66,22 @@ class Shape:
         each = ((value,) * n for value in (self.stride, self.padding, self.dilation))
         return Geometry(*each, transposed=self.transposed, output_padding=(0,) * n, groups=self.groups)
 
+    @property
+    def key(self) -> Key:
+        """What the choice goes by."""
+        return self.B, self.R, self.weight_size, self.size, self.out_size, self.geometry, self.dtype
+
+    @property
+    def out_size(self) -> tuple[int, ...]:
+        """Of the output, in space."""
+        x = torch.empty(1, self.cin, *self.size, device="meta")
+        weight = torch.empty(self.weight_size, device="meta")
+        return tuple(torch.convolution(x, weight, None, *self.geometry.arguments).shape[2:])
+
     def tensors(self) -> tuple[Tensor, Tensor]:
         """x and dy."""
         x = torch.randn(self.B, self.R, self.cin, *self.size, dtype=self.dtype)
-        weight = torch.empty(self.weight_size, dtype=self.dtype)
-        y = torch.convolution(x[:1, 0], weight, None, *self.geometry.arguments)
-        return x, torch.randn(self.B, self.R, *y.shape[1:], dtype=self.dtype)
+        return x, torch.randn(self.B, self.R, self.cout, *self.out_size, dtype=self.dtype)
 
 
 def square(B: int, cin: int, cout: int, side: int, k: int, **options: Any) -> Shape:
@@ -225,8 +235,7 @@ def measure(shape: Shape, clock: Callable[[], float], rounds: int, budget: float
             start = clock()
             run(name)
             seconds[name] = min(seconds[name], clock() - start)
-    sizes = (shape.B, shape.R, shape.weight_size, x.shape[3:], dy.shape[3:], shape.geometry, shape.dtype)
-    choice = explain_choice(*sizes)
+    choice = explain_choice(*shape.key)
     return Row(shape, seconds, choice.kernel, choice.milliseconds)
 
 

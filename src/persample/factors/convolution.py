@@ -9,15 +9,23 @@ import torch
 from torch import Tensor
 
 from ..kernels.conv_gram import pixel_gram_norms
-from ..kernels.convolution import Geometry, as_matrices, convolve, weight_per_sample, weight_summed
+from ..kernels.conv_kernels import FEW_CHANNELS
+from ..kernels.convolution import (
+    Geometry,
+    as_matrices,
+    chosen_kernel,
+    convolve,
+    weight_per_sample,
+    weight_summed,
+)
 from ..kernels.gram import ROWS
 from ..kernels.norms import row_norms, wide
 from .base import Factor, Samples, Shape, deliver
 from .workspace import Workspace
 
 # What else counts, in multiplications of a matrix product: an element of a stack, written and read once or twice; of
-# patches for a stack, or of patches with transposed copies; of a Gram matrix.
-_SCRATCH, _KEPT, _PATCH, _PATCHES, _PAIR = 30, 35, 27, 96, 75
+# patches for a stack, or for Gram matrices, of few channels or of several; of a Gram matrix.
+_SCRATCH, _KEPT, _PATCH, _FEW, _SEVERAL, _PAIR = 30, 35, 27, 96, 45, 75
 _TEMPORARIES = 4  # times a gradient: room for what a kernel writes beside it
 _LATER = 1.2  # products in a sum of all samples, later, take so much longer than for a stack
 
@@ -79,7 +87,7 @@ class Convolution(Factor):
     def _patch_gram_cost(self) -> float:
         """Multiplications for norms from Gram matrices of patches, of one sample and group."""
         T, p, d = self.positions, self.size[0] // self.geometry.groups, prod(self.size[1:])
-        return T * T * (p + d + _PAIR) + _PATCHES * T * d
+        return T * T * (p + d + _PAIR) + (_FEW if self.size[1] < FEW_CHANNELS else _SEVERAL) * T * d
 
     @property
     def _pixel_gram_cost(self) -> float:
@@ -110,8 +118,14 @@ class Convolution(Factor):
         norms = []
         for some in space.chunks(self.batch, _TEMPORARIES * self.numel * self.dtype.itemsize):
             part = self[some]
-            norms.append(row_norms(part.stack(space.take((part.batch, *self.shape), self.dtype, self.device))))
+            out = None if part._has_own_memory else space.take((part.batch, *self.shape), self.dtype, self.device)
+            norms.append(row_norms(part.stack(out)))
         return torch.cat(norms)
+
+    @property
+    def _has_own_memory(self) -> bool:
+        """Whether the kernel makes its result itself, and would only copy it elsewhere."""
+        return chosen_kernel(self.x, self.dy, self.size, self.geometry) == "library"
 
     def _norms_by_pixels(self, space: Workspace) -> Tensor:
         dtype, groups = wide(self.dtype), self.geometry.groups

@@ -15,11 +15,22 @@ from torch import Tensor
 
 from persample.kernels.conv_geometry import Geometry
 
-__all__ = ["CACHE_BYTES", "KERNELS", "SHORT_RUN", "fit", "library_gradient", "matrices", "unfolded", "windows"]
+__all__ = [
+    "CACHE_BYTES",
+    "FEW_CHANNELS",
+    "KERNELS",
+    "SHORT_RUN",
+    "fit",
+    "library_gradient",
+    "matrices",
+    "patches_by_position",
+    "unfolded",
+]
 
 CACHE_BYTES = 2**21  # temporaries up to here are rewritten in place, without a trip to memory
 _FRESH = 2**22  # bytes; a larger block may be new pages every time
 _VECTOR, _FEW_COLUMNS = 8, 64
+FEW_CHANNELS = 4
 SHORT_RUN = 5  # shorter ones are copied faster one element of each at a time
 
 
@@ -88,27 +99,28 @@ def _shifted(x: Tensor, dy: Tensor, out: Tensor, geometry: Geometry) -> Tensor:
 
     The lines are the patches of a kernel that has size 1 on the first axis, at all positions of x on it. In memory
     the first axis is the outermost of the positions, so that all t at offset k are a slice: a view. With a stride
-    s on that axis its positions are kept in s phases, s·l + φ at [φ, l], and an offset is a slice of one phase.
+    s on that axis its positions are kept in s phases, s·l + φ at [φ, l]: one GEMM for the offsets k = s·l + φ of an l.
     """
     kernel, space = out.shape[3:], dy.shape[3:]
     phases, groups, p, d = geometry.stride[0], geometry.groups, out.shape[1] // geometry.groups, out.shape[2]
-    rest, line = math.prod(kernel[1:]), dy[0, :, 0, 0].numel()
+    if phases > 1 and geometry.dilation[0] > 1:  # offsets do not lie in phases one after another
+        return _unfold(x, dy, out, geometry)
+    rest, line = phases * math.prod(kernel[1:]), dy[0, :, 0, 0].numel()
     length = -(-geometry.read_size(space, kernel)[0] // phases)
-    size = (x.shape[2], *kernel[1:], phases, length, x.shape[1], *space[1:])
+    size = (x.shape[2], phases, *kernel[1:], length, x.shape[1], *space[1:])
     step = _samples_per_step(max(math.prod(size), out[0].numel()), x)
-    buffer, parts = x.new_empty(step, *size), x.new_empty(kernel[0], step * groups, p, d * rest)
+    buffer, parts = x.new_empty(step, *size), x.new_empty(-(-kernel[0] // phases), step * groups, p, d * rest)
     for some in _steps(len(out), step):
         rows = len(out[some]) * groups
         lines = _lines(x[some], kernel, space, geometry)
         if not lines.is_contiguous():
             lines = buffer[: len(lines)].copy_(lines)
-        lines = lines.view(rows, d * rest, phases, -1)
+        lines = lines.view(rows, d * rest, -1)
         flat_dy = dy[some].movedim(1, 3).reshape(rows, p, -1)
         for k, part in enumerate(parts):
-            start, phase = divmod(k * geometry.dilation[0], phases)
-            shifted = lines[:, :, phase, start * line :][..., : flat_dy.shape[2]]
+            shifted = lines[:, :, k * geometry.dilation[0] * line :][..., : flat_dy.shape[2]]
             _multiply(flat_dy, shifted, part[:rows])
-        _gather(parts[:, :rows].view(kernel[0], -1, rest), out[some].view(-1, kernel[0], rest))
+        _gather(parts[:, :rows].view(len(parts), -1, rest), out[some].view(-1, out[0, 0, 0].numel()))
     return out
 
 
@@ -122,33 +134,59 @@ def _multiply(dy: Tensor, right: Tensor, out: Tensor) -> None:
 
 
 def _lines(x: Tensor, kernel: Sequence[int], space: Sequence[int], geometry: Geometry) -> Tensor:
-    """A view (B, Cin, *k[1:], s, L, R, *O[1:]) that has x[b, r, i, (s·l + φ, …)] at [b, i, k, φ, l, r, t]."""
+    """A view (B, Cin, s, *k[1:], L, R, *O[1:]) that has x[b, r, i, (s·l + φ, …)] at [b, i, φ, k, l, r, t]."""
     n, phases = len(kernel), geometry.stride[0]
     x = fit(x, kernel, space, geometry, multiple=phases).contiguous()
     x = x.movedim(1, 2).unflatten(3, (-1, phases))
     for axis in range(1, n):
         x = unfolded(x, 4 + axis, kernel[axis], geometry.stride[axis], geometry.dilation[axis])
-    return x.permute(0, 1, *range(4 + n, 3 + 2 * n), 4, 3, 2, *range(5, 4 + n))
+    return x.permute(0, 1, 4, *range(4 + n, 3 + 2 * n), 3, 2, *range(5, 4 + n))
 
 
 def _gather(parts: Tensor, out: Tensor) -> None:
-    """out[i, k, j] = parts[k, i, j]."""
-    if out.shape[2] >= SHORT_RUN:
-        out.copy_(parts.transpose(0, 1))
-        return
-    for k, part in enumerate(parts):
-        for j in range(out.shape[2]):
-            out[:, k, j] = part[:, j]
+    """out[i, k·r + j] = parts[k, i, j] for parts (·, ·, r)."""
+    run = parts.shape[2]
+    for part, here in zip(parts, out.split(run, dim=1), strict=True):
+        if run >= SHORT_RUN:
+            here.copy_(part[:, : here.shape[1]])
+            continue
+        for j in range(here.shape[1]):
+            here[:, j] = part[:, j]
 
 
 def fit(x: Tensor, kernel: Sequence[int], space: Sequence[int], geometry: Geometry, multiple: int = 1) -> Tensor:
     """Zero-pad x, and crop it at the far ends, to what (1) reads; the first axis to a ``multiple``."""
+    pads = _pads(x.shape[3:], kernel, space, geometry, multiple)
+    return F.pad(x, pads) if any(pads) else x
+
+
+def _pads(
+    size: Sequence[int], kernel: Sequence[int], space: Sequence[int], geometry: Geometry, multiple: int = 1
+) -> list[int]:
+    """Zeros before and after every axis, from the last one to the first."""
     pads: list[int] = []
     first, *others = geometry.read_size(space, kernel)
     needs = (first + -first % multiple, *others)
-    for have, need, padding in zip(x.shape[3:], needs, geometry.padding, strict=True):
-        pads = [padding, need - have - padding, *pads]  # F.pad counts dims from the last one
-    return F.pad(x, pads) if any(pads) else x
+    for have, need, padding in zip(size, needs, geometry.padding, strict=True):
+        pads = [padding, need - have - padding, *pads]
+    return pads
+
+
+def patches_by_position(x: Tensor, kernel: Sequence[int], space: Sequence[int], geometry: Geometry) -> Tensor:
+    """(B·G, T, K·d) with x[b, r, i, s·t + δ·k] at [t, (k, i)] for x (B, R, Cin, *S).
+
+    Where there are several channels they come last: what a kernel reads of a line is then one run of memory.
+    """
+    n, rows = len(kernel), len(x) * geometry.groups
+    channels = x.shape[2] // geometry.groups
+    if channels < FEW_CHANNELS:
+        found = windows(fit(x, kernel, space, geometry), kernel, geometry)
+        return found.reshape(rows, channels * math.prod(kernel), -1).mT
+    x = x.unflatten(2, (geometry.groups, -1)).permute(0, 2, 1, *range(4, 4 + n), 3)
+    x = F.pad(x, [0, 0, *_pads(x.shape[3:-1], kernel, space, geometry)]).contiguous()
+    for axis in range(n):
+        x = unfolded(x, 3 + axis, kernel[axis], geometry.stride[axis], geometry.dilation[axis])
+    return x.movedim(3 + n, -1).reshape(rows, -1, channels * math.prod(kernel))
 
 
 def windows(x: Tensor, kernel: Sequence[int], geometry: Geometry) -> Tensor:

@@ -19,7 +19,6 @@ Letters: B samples, R images of a sample, G groups, p and d output and input cha
 K offsets in the kernel, T output positions of a sample (over all its images).
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor
 
 from persample.kernels.conv_geometry import Geometry
-from persample.kernels.conv_kernels import KERNELS, fit, library_gradient, matrices, windows
+from persample.kernels.conv_kernels import KERNELS, library_gradient, matrices, patches_by_position
 from persample.kernels.conv_select import applicable, choose, explain_choice, is_measuring, measure, use_kernel
 
 __all__ = [
@@ -35,6 +34,7 @@ __all__ = [
     "Geometry",
     "as_matrices",
     "choose",
+    "chosen_kernel",
     "convolve",
     "explain_choice",
     "use_kernel",
@@ -66,7 +66,7 @@ def weight_per_sample(
     shape, dtype = (x.shape[0], *weight_size), _working_dtype(x)
     if out is not None and out.shape != shape:
         raise ValueError(f"out has shape {tuple(out.shape)}, the per-sample gradients have {shape}")
-    name = kernel or _choose(x, dy, weight_size, geometry, dtype)
+    name = kernel or chosen_kernel(x, dy, weight_size, geometry)
     if name not in applicable(weight_size):
         raise ValueError(f"kernel {name!r} cannot do this; choose from {applicable(weight_size)}")
     if geometry.transposed:
@@ -83,8 +83,10 @@ def weight_per_sample(
         return out if result is out else out.copy_(result)
 
 
-def _choose(x: Tensor, dy: Tensor, weight_size: Sequence[int], geometry: Geometry, dtype: torch.dtype) -> str:
-    key = (*x.shape[:2], tuple(weight_size), tuple(x.shape[3:]), tuple(dy.shape[3:]), geometry, dtype)
+def chosen_kernel(x: Tensor, dy: Tensor, weight_size: Sequence[int], geometry: Geometry) -> str:
+    """The kernel that `weight_per_sample` takes for these."""
+    sizes = tuple(weight_size), tuple(x.shape[3:]), tuple(dy.shape[3:])
+    key = (*x.shape[:2], *sizes, geometry, _working_dtype(x))
     if is_measuring() and x.numel() and dy.numel():
         return measure(key, lambda name: weight_per_sample(x, dy, weight_size, geometry, kernel=name))
     return choose(*key)
@@ -104,12 +106,11 @@ def convolve(x: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
 
 
 def as_matrices(x: Tensor, dy: Tensor, weight_size: Sequence[int], geometry: Geometry) -> tuple[Tensor, Tensor]:
-    """Formula (1) as a product: cotangents (B·G, T, p) and patches (B·G, T, d·K)."""
+    """Formula (1) as a product, up to the order of its columns: cotangents (B·G, T, p) and patches (B·G, T, d·K)."""
     if geometry.transposed:
         x, dy, geometry = dy, x, replace(geometry, transposed=False)
-    rows, kernel = len(x) * geometry.groups, weight_size[2:]
-    patches = windows(fit(x, kernel, dy.shape[3:], geometry), kernel, geometry)
-    return matrices(dy, rows).mT, patches.reshape(rows, math.prod(weight_size[1:]), -1).mT
+    patches = patches_by_position(x, weight_size[2:], dy.shape[3:], geometry)
+    return matrices(dy, len(patches)).mT, patches
 
 
 def _working_dtype(x: Tensor) -> torch.dtype:
