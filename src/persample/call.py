@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from .distributed import is_sharded
 from .expanded.gate import Receiver
 from .expanded.inputs import batch_of
 from .expanded.module import record_call
@@ -68,6 +69,8 @@ def call_for_per_sample_grads(
         raise RuntimeError("module was made by torch.compile, which does not know expanded weights: pass the original")
     if isinstance(module, nn.DataParallel):
         raise RuntimeError("module is an nn.DataParallel, whose copies cannot be recorded: pass module.module")
+    if any(is_sharded(p) for p in module.parameters()):
+        raise RuntimeError("module is sharded, and shards cannot be recorded: use ps.grad(losses, module) and its kin")
     if batch_size is not None and (not isinstance(cast(object, batch_size), int) or isinstance(batch_size, bool)):
         raise RuntimeError(f"batch_size must be None or an int, but is a {type(batch_size).__name__}")
     if batch_size is not None and batch_size < 1:

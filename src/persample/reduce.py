@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from ._errors import UnsupportedError
 from .api import boundary, check_losses
@@ -18,6 +17,9 @@ from .graph.saved import late_hooks
 from .kernels.pages import POOL
 from .params import Params, named, pack
 from .reductions import Call, ClippedSum, Clipping, Reduction, Run
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup  # which some builds of torch lack
 
 _LEAST = 2**22  # bytes for temporaries, however small the model
 

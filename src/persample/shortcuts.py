@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from .api import boundary, check_losses
 from .distributed import Ranks, undisturbed
@@ -18,6 +17,9 @@ from .reductions import ClippedSum, Dot, Gram, Norms, Project, Projection, Secon
 from .reductions.clipping import Bounds
 from .reductions.groups import Per
 from .reductions.products import CrossGram, Directions
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup  # which some builds of torch lack
 
 
 class Options(TypedDict, total=False):

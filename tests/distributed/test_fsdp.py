@@ -316,6 +316,8 @@ def refusals(rank: int, world: int) -> None:
     with pytest.raises(ps.UnsupportedError, match=r"parameters \['words.weight', .* are sharded, .* process_group="):
         ps.backward(found, sharded, ps.ClippedSum(1.0))
     assert not full_grads(sharded)
+    with pytest.raises(RuntimeError, match=r"module is sharded, .* use ps\.grad"):
+        ps.call_for_per_sample_grads(shard(make()))
 
 
 def test_a_local_sum_has_no_room_in_a_shard(two: Processes) -> None:
