@@ -10,6 +10,7 @@ from pathlib import Path
 
 import dp_accounting
 import pytest
+from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
 from scipy.optimize import brentq
 from scipy.stats import norm
@@ -34,6 +35,16 @@ def test_without_sampling_there_is_a_closed_form(times: int, noise: float) -> No
     exact = of_gaussians(times, noise, 1e-5)
     assert exact <= epsilon(times, 1.0, noise, 1e-5, "pld") + 1e-9 <= exact * 1.001 + 1e-9
     assert exact <= epsilon(times, 1.0, noise, 1e-5, "rdp") <= exact * 1.15
+
+
+@pytest.mark.parametrize(("rate", "noise", "steps"), [(0.1, 1.5, 80), (0.5, 5.0, 100), (0.01, 0.4, 50)])
+def test_coarse_losses_cost_next_to_nothing(rate: float, noise: float, steps: int) -> None:
+    """Against the library's own discretisation, on the safe side."""
+    ledger = PLDAccountant()
+    event = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(noise))
+    ledger.compose(dp_accounting.SelfComposedDpEvent(event, steps))
+    fine = ledger.get_epsilon(1e-5)
+    assert fine * (1 - 1e-9) <= epsilon(steps, rate, noise, 1e-5, "pld") <= fine * (1 + 1e-4)
 
 
 @pytest.mark.parametrize("row", OPACUS["rows"], ids=lambda r: f"{r['rate']}-{r['noise']}-{r['steps']}")

@@ -6,18 +6,19 @@ import math
 from collections.abc import Callable
 
 _TRIES = 60
+_MOST_NOISE = 2.0**16  # beyond that, a step's loss is lost in the accountants' rounding errors
 _CLOSE = 1e-3  # how close to the best noise is close enough, relatively
 
 
 def least_noise(epsilon_of: Callable[[float], float], epsilon: float) -> float | None:
-    """The least noise multiplier with ``epsilon_of(noise) <= epsilon``, within 0.1% above it; None if there is none.
+    """The least noise multiplier with ``epsilon_of(noise) <= epsilon``, within 0.1% above it; None beyond 65536.
 
     ``epsilon_of`` must not rise with the noise.
     """
     low, high = 0.0, 1.0
     while epsilon_of(high) > epsilon:
         low, high = high, high * 2
-        if high > 2.0**30:
+        if high > _MOST_NOISE:
             return None
     while low == 0.0:
         if epsilon_of(high / 2) > epsilon:
