@@ -20,7 +20,7 @@ from torch import Tensor
 __all__ = ["POOL", "fresh", "recycled"]
 
 _LEAST = 2**20  # bytes; the C library recycles smaller blocks itself
-_LEAST_FRESH = 2**26
+_LEAST_FRESH = 2**22  # a huge page has 2**21
 _CALLS = 4  # an idle page is kept if one of so many calls has used it
 _HUGE = hasattr(mmap, "MADV_HUGEPAGE")
 
