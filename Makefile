@@ -9,7 +9,7 @@ RESULTS := build/benchmarks
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all bench bench-peers bench-scaling bench-docs bench-pages bench-expanded lint clean
+.PHONY: help demo test test-all bench bench-peers bench-scaling bench-parts bench-docs bench-pages bench-expanded lint clean
 
 help:
 	@echo "make demo      train a small CNN on the digits, show and check its per-sample gradients"
@@ -17,7 +17,8 @@ help:
 	@echo "make test-all  the same with the slow tests"
 	@echo "make bench     the benchmarks (5 minutes); make bench-expanded: against PyTorch's expanded weights"
 	@echo "make bench-peers, bench-scaling   against Opacus, BackPACK, torch.func; how cost grows (10 minutes each)"
-	@echo "make bench-docs                   both, and the figures in docs/ made from them"
+	@echo "make bench-parts                  what the time of ps.norms is made of (2 minutes)"
+	@echo "make bench-docs                   all three, and the figures in docs/ made from them"
 	@echo "make lint      ruff and mypy only"
 	@echo "make clean     remove .venv and all caches"
 
@@ -59,9 +60,12 @@ bench-peers: $(PEERS_STAMP)
 bench-scaling: $(PEERS_STAMP)
 	$(PEERS)/bin/python -m benchmarks.scaling --json $(RESULTS)/scaling.json
 
+bench-parts: $(STAMP)
+	$(BIN)/python -m benchmarks.run --parts --no-memory --json $(RESULTS)/parts.json
+
 # What docs/ shows: new figures, then the tables and plots that are made from them.
-bench-docs: bench-peers bench-scaling
-	cp $(RESULTS)/peers.json $(RESULTS)/scaling.json docs/benchmarks/
+bench-docs: bench-peers bench-scaling bench-parts
+	cp $(RESULTS)/peers.json $(RESULTS)/scaling.json $(RESULTS)/parts.json docs/benchmarks/
 	$(MAKE) bench-pages
 
 bench-pages: $(PEERS_STAMP)

@@ -41,6 +41,10 @@ def _plain(task: Task) -> Contender:
     return Contender(task.losses, gradient, lambda: task.model.zero_grad(set_to_none=True))
 
 
+def _forward(task: Task) -> Contender:
+    return from_losses(task, lambda losses: None)
+
+
 def _plan(task: Task) -> Contender:
     params = task.params()
     return from_losses(task, lambda losses: planned(Roots.of_losses(losses), params))
@@ -80,6 +84,7 @@ def _clipped_sum(task: Task) -> Contender:
 
 PLAIN = Method("plain", "plain step", "plain", _plain)
 TABLE = [
+    Method("forward", "the forward pass", "engine", _forward),
     Method("plan", "the graph read, its plan recalled", "engine", _plan, with_forward=False),
     Method("bare", "PyTorch's backward as far as it is needed", "engine", _bare, with_forward=False),
     Method("capture", "the same with all factors, planning included", "engine", _capture, with_forward=False),
@@ -96,4 +101,5 @@ TABLE = [
 ]
 METHODS = {m.name: m for m in [PLAIN, *TABLE]}
 OURS = ["plain", "plan", "bare", "capture", "norms", "clipped_sum", "grad_out", "grad"]
+PARTS = ["plain", *(m.name for m in TABLE if m.kind == "engine"), "norms"]
 AGAINST_PEERS = ["plain", *(m.name for m in TABLE if m.kind != "engine")]

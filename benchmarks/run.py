@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from . import environment
-from .methods import AGAINST_PEERS, METHODS, OURS
+from .methods import AGAINST_PEERS, METHODS, OURS, PARTS
 from .processes import run_worker
 from .workloads import DEFAULT, MAIN, WORKLOADS
 
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print a figure as soon as it is known, and write the JSON at the end."""
     args = _arguments(argv)
     workloads = args.workloads or (MAIN if args.peers else DEFAULT)
-    methods = args.methods or (AGAINST_PEERS if args.peers else OURS)
+    methods = args.methods or (AGAINST_PEERS if args.peers else PARTS if args.parts else OURS)
     torch.set_num_threads(args.threads)
     where = environment.describe()
     print(heading(where), flush=True)
@@ -139,6 +139,7 @@ def notes(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
     parser.add_argument("--peers", action="store_true", help="other libraries, too, on the main workloads")
+    parser.add_argument("--parts", action="store_true", help="what the time of ps.norms is made of")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, metavar="NAME")
     parser.add_argument("--methods", nargs="+", choices=METHODS, metavar="NAME")
     parser.epilog = f"workloads: {', '.join(WORKLOADS)}; methods: {', '.join(METHODS)}"

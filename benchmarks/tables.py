@@ -28,7 +28,7 @@ def filled(page: str, tables: dict[str, str]) -> str:
     return MARKED.sub(lambda found: f"{found['begin']}{tables[found['name']]}{found['end']}", page)
 
 
-def all_tables(peers: Report, scaling: Report) -> dict[str, str]:
+def all_tables(peers: Report, scaling: Report, parts: Report) -> dict[str, str]:
     """Markdown by name."""
     tables = {kind: ratios(peers, kind) for kind in ("gradients", "clipped sums", "norms")}
     tables |= {size: growth(scaling, size) for size in CURVES}
@@ -39,6 +39,8 @@ def all_tables(peers: Report, scaling: Report) -> dict[str, str]:
         "memory": memory(peers),
         "peers environment": environment(peers),
         "scaling environment": environment(scaling),
+        "parts": time_parts(parts),
+        "parts environment": environment(parts),
         "failures": failures([peers, scaling]),
     }
 
@@ -117,6 +119,26 @@ def _point(row: Row) -> str:
     return f"{row['ms']['min']:.3g} / {_megabytes(row)}" if row["status"] == "ok" else str(row["status"])
 
 
+def time_parts(report: Report) -> str:
+    """What the time of ``ps.norms`` is made of, beside a plain step's backward: each as a ratio to a plain step."""
+    lines = []
+    for workload in report["workloads"]:
+        medians = {m: _find(report, workload, m)["ratio"]["median"] for m in report["methods"] if m != "plain"}
+        forward, plan, bare, capture, norms = (medians[m] for m in ("forward", "plan", "bare", "capture", "norms"))
+        parts = [forward, 1 - forward, bare, plan, capture - bare - plan, norms - forward - capture, norms]
+        lines.append([workload, *(f"{part:.2f}" for part in parts)])
+    head = [
+        "forward",
+        "plain backward",
+        "backward to the frontier",
+        "graph read",
+        "factors made",
+        "norms",
+        "`ps.norms`",
+    ]
+    return _markdown(["", *head], lines)
+
+
 def environment(report: Report) -> str:
     """One line that says where and of what."""
     where = report["environment"]
@@ -161,10 +183,10 @@ def _markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(cells)} |\n" for cells in [head, rule, *lines])
 
 
-def load(folder: Path = RESULTS) -> tuple[Report, Report]:
+def load(folder: Path = RESULTS) -> tuple[Report, Report, Report]:
     """The figures that the pages show."""
     read: Callable[[str], Report] = lambda name: json.loads((folder / name).read_text())  # noqa: E731
-    return read("peers.json"), read("scaling.json")
+    return read("peers.json"), read("scaling.json"), read("parts.json")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -64,6 +64,16 @@ def test_memory_and_growth(report: tables.Report) -> None:
     ]
 
 
+def test_time_parts_add_up() -> None:
+    ratios = {"forward": 0.4, "plan": 0.05, "bare": 0.3, "capture": 0.5, "norms": 1.2}
+    report = {
+        "methods": dict.fromkeys(["plain", *ratios]),
+        "workloads": {"a": {}},
+        "rows": [row("a", method, ratio) for method, ratio in ratios.items()],
+    }
+    assert tables.time_parts(report).splitlines()[2] == "| a | 0.40 | 0.60 | 0.30 | 0.05 | 0.15 | 0.30 | 1.20 |"
+
+
 def test_failures(report: tables.Report) -> None:
     assert tables.failures([report]) == "- BackPACK, fails: no rule (b)\n"
     assert tables.failures([]) == "None.\n"
