@@ -21,11 +21,14 @@ LAYERS = [
     "graph",
     "expanded",
     "top",
+    "audit",
     "dp",
+    "demo",
+    "cli",
 ]  # each may import itself and those before it
 APART = {"graph": "reductions", "expanded": "reductions"}  # but neither way in knows what is asked of it
 EVERYWHERE = {"_errors", "_version"}  # plain names that anybody may use
-TOP_MODULES = {"api", "call", "explain", "reduce", "shortcuts", "testing", "params", "_table"}
+TOP_MODULES = {"api", "call", "explain", "reduce", "shortcuts", "testing", "params", "rerun", "_table"}
 
 # Names without promises, by what they are used for; graph/saved.py is the one file that may know them.
 PRIVATE_ATTRIBUTES = ("_saved_", "_raw_saved_", "_input_metadata", "_functorch", "_inductor", "_dynamo", "_autograd")
