@@ -12,7 +12,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --d
 .PHONY: help demo test test-all bench bench-peers bench-scaling bench-docs bench-pages bench-expanded lint clean
 
 help:
-	@echo "make demo      train a small CNN on the digits, show and check its per-sample gradients"
+	@echo "make demo      finds wrong labels, trains privately, checks itself; writes build/demo.html (a minute)"
 	@echo "make test      lint, types and tests (what CI runs)"
 	@echo "make test-all  the same with the slow tests"
 	@echo "make bench     the benchmarks (5 minutes); make bench-expanded: against PyTorch's expanded weights"
@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP)
-	$(BIN)/python examples/digits.py
+	$(BIN)/python -m persample.demo --out build/demo.html
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
