@@ -97,7 +97,8 @@ class Monitor:
         self.smoothing, self.prefix = smoothing, prefix
         self.step = 0  # of the next call
         self.last: Record | None = None
-        self._log = _logger(log)
+        self._own = _new_writer(log) if isinstance(log, (str, os.PathLike)) else None
+        self._log = _logger(log if self._own is None else self._own)
         self._averages: dict[str | None, tuple[float, float]] = {}  # trace and signal by layer, None for all of them
 
     def __call__(
@@ -154,6 +155,11 @@ class Monitor:
                 accumulate(p, mean.mul_(scale), late_hooks(p))
         return record
 
+    def close(self) -> None:
+        """Close the writer that was made for a folder."""
+        if self._own is not None:
+            self._own.close()
+
     def _due(self, losses: Tensor, ids: Sequence[Any] | Tensor | None, step: int | None) -> bool:
         """Count the step."""
         check_losses(losses)
@@ -174,6 +180,8 @@ class Monitor:
         self.last = self._record(spread, names)
         if self._log is not None:
             self._log(self.last, self.prefix)
+        if self._own is not None:
+            self._own.flush()  # TensorBoard's thread is not waited for at the end of a program
         return self.last, spread
 
     def _record(self, spread: Spread, ids: Sequence[Any]) -> Record:
@@ -186,7 +194,7 @@ class Monitor:
             values["norms/mean"] = norms[finite].mean().item()
             found = torch.quantile(norms[finite], norms.new_tensor(self.quantiles)).tolist()
             values |= {f"norms/q{q:g}": value for q, value in zip(self.quantiles, found, strict=True)}
-        values |= self._noise(spread)
+        values |= self._noise(spread, pairs=int(finite.sum()) * (int(finite.sum()) - 1))
         for rank, (sample, norm) in enumerate(unusual):
             values[f"unusual/{rank}/norm"] = norm
             if isinstance(sample, (int, float)):
@@ -195,8 +203,12 @@ class Monitor:
         bad = [ids[i] for i in (~finite).nonzero().squeeze(1).tolist()]
         return Record(self.step - 1, values, norms, unusual, bad)
 
-    def _noise(self, spread: Spread) -> Values:
-        """Of this step alone, the parts of the noise scale; from averages over steps, the ratios."""
+    def _noise(self, spread: Spread, pairs: int) -> Values:
+        """Of this step alone, the parts of the noise scale; from averages over steps, the ratios.
+
+        A step counts by its pairs of samples, of which the signal is the mean inner product: the last batch of an
+        epoch may be a small one, and says little.
+        """
         parts: dict[str | None, tuple[float, float]] = {None: (0.0, 0.0)}
         for name, *found in zip(spread.names, *(t.tolist() for t in spread.unbiased()), strict=True):
             for layer in (None, name.rpartition(".")[0] or name):
@@ -204,7 +216,7 @@ class Monitor:
                 parts[layer] = before[0] + found[0], before[1] + found[1]
         for layer, part in parts.items():
             if all(map(math.isfinite, part)):
-                self._averages[layer] = self._averaged(layer, part)
+                self._averages[layer] = self._averaged(layer, part, pairs)
         trace, signal = parts[None]
         squared = math.fsum(spread.mean_norms.square().tolist())
         values = {"gradient/norm": math.sqrt(squared), "gradient/variance": trace, "gradient/signal": signal}
@@ -215,19 +227,20 @@ class Monitor:
                 values[f"snr/{layer}"] = signal / trace
         return values
 
-    def _averaged(self, layer: str | None, new: tuple[float, float]) -> tuple[float, float]:
-        """Trace and signal each for itself: a ratio of averages is sound where an average of ratios is not."""
-        old = self._averages.get(layer, (0.0, 0.0))  # which both parts begin with, so that it cancels in their ratio
-        trace, signal = (self.smoothing * a + (1 - self.smoothing) * b for a, b in zip(old, new, strict=True))
+    def _averaged(self, layer: str | None, new: tuple[float, float], weight: float) -> tuple[float, float]:
+        """Trace and signal each for itself: a ratio of averages is sound where an average of ratios is not.
+
+        They are sums, not divided by the weights, which are the same for both.
+        """
+        old = self._averages.get(layer, (0.0, 0.0))
+        trace, signal = (self.smoothing * a + weight * b for a, b in zip(old, new, strict=True))
         return trace, signal
 
 
-def _logger(log: Log | None) -> Callable[[Record, str], None] | None:
+def _logger(log: object) -> Callable[[Record, str], None] | None:
     """What to call with every record."""
     if log is None:
         return None
-    if isinstance(log, (str, os.PathLike)):
-        log = _new_writer(log)
     if isinstance(log, Writer):
         writer = log
         return lambda record, prefix: _write(writer, record, prefix)
@@ -238,7 +251,7 @@ def _logger(log: Log | None) -> Callable[[Record, str], None] | None:
     )
 
 
-def _new_writer(folder: str | os.PathLike[str]) -> Writer:
+def _new_writer(folder: str | os.PathLike[str]) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
@@ -246,8 +259,7 @@ def _new_writer(folder: str | os.PathLike[str]) -> Writer:
             f"log={os.fspath(folder)!r} is a folder for TensorBoard, which is not installed: `pip install "
             f"tensorboard`, or pass a function that takes a dict"
         ) from error
-    writer: Writer = SummaryWriter(os.fspath(folder))
-    return writer
+    return SummaryWriter(os.fspath(folder))
 
 
 def _call(log: Callable[[Values], object], record: Record, prefix: str) -> None:

@@ -30,7 +30,7 @@ class Spread:
         of G without a n-th of it: what the samples' own noise adds to it. NaN for fewer than two samples.
         """
         finite = self.norms.isfinite()
-        n = finite.sum(1)
+        n = finite.sum(1, dtype=self.norms.dtype)
         S, G = self.norms.where(finite, 0).square().sum(1) / n, self.mean_norms.square()
         trace = (S - G).clamp(min=0) * (n / (n - 1))
         trace[n < 2] = torch.nan
