@@ -9,7 +9,7 @@ RESULTS := build/benchmarks
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all bench bench-peers bench-scaling bench-docs bench-pages bench-expanded lint clean
+.PHONY: help demo test test-all bench bench-peers bench-scaling bench-docs bench-pages bench-expanded docs lint clean
 
 help:
 	@echo "make demo      finds wrong labels, trains privately, checks itself; writes build/demo.html (a minute)"
@@ -18,6 +18,7 @@ help:
 	@echo "make bench     the benchmarks (5 minutes); make bench-expanded: against PyTorch's expanded weights"
 	@echo "make bench-peers, bench-scaling   against Opacus, BackPACK, torch.func; how cost grows (10 minutes each)"
 	@echo "make bench-docs                   both, and the figures in docs/ made from them"
+	@echo "make docs      the site of docs/, into build/site"
 	@echo "make lint      ruff and mypy only"
 	@echo "make clean     remove .venv and all caches"
 
@@ -70,6 +71,11 @@ bench-pages: $(PEERS_STAMP)
 
 bench-expanded: $(STAMP)
 	$(BIN)/python -m benchmarks.expanded
+
+# The variable silences a notice about the successor of mkdocs, not a warning about these pages.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir build/site
+	@echo "build/site/index.html"
 
 clean:
 	rm -rf $(VENV) $(PEERS) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
