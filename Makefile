@@ -5,11 +5,12 @@ STAMP := $(VENV)/.installed
 PEERS := .venv-peers
 PEERS_STAMP := $(PEERS)/.installed
 RESULTS := build/benchmarks
+LATEST := .venv-latest
 # One torch thread per worker: the workers are the parallelism.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all bench bench-peers bench-scaling bench-docs bench-pages bench-expanded docs lint clean
+.PHONY: bench-monitor dist test-torch-latest help demo test test-all bench bench-peers bench-scaling bench-docs bench-pages bench-expanded docs lint clean
 
 help:
 	@echo "make demo      finds wrong labels, trains privately, checks itself; writes build/demo.html (a minute)"
@@ -19,6 +20,8 @@ help:
 	@echo "make bench-peers, bench-scaling   against Opacus, BackPACK, torch.func; how cost grows (10 minutes each)"
 	@echo "make bench-docs                   both, and the figures in docs/ made from them"
 	@echo "make docs      the site of docs/, into build/site"
+	@echo "make bench-monitor                what ps.Monitor adds to a training loop (5 minutes)"
+	@echo "make dist      an sdist and a wheel; make test-torch-latest: the tests with the newest torch"
 	@echo "make lint      ruff and mypy only"
 	@echo "make clean     remove .venv and all caches"
 
@@ -72,11 +75,22 @@ bench-pages: $(PEERS_STAMP)
 bench-expanded: $(STAMP)
 	$(BIN)/python -m benchmarks.expanded
 
+# What ps.Monitor adds to a loop; the table goes into its page.
+bench-monitor: $(STAMP)
+	$(BIN)/python -m benchmarks.monitor --json $(RESULTS)/monitor.json --page docs/monitor.md
+
+dist: $(STAMP)
+	$(BIN)/python -m build
+
+# Says what it ran, or why it did not. CUDA=1 allows a torch that brings CUDA with it.
+test-torch-latest: $(STAMP)
+	$(BIN)/python tests/packaging/torch_latest.py --venv $(LATEST) $(if $(CUDA),--cuda)
+
 # The variable silences a notice about the successor of mkdocs, not a warning about these pages.
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir build/site
 	@echo "build/site/index.html"
 
 clean:
-	rm -rf $(VENV) $(PEERS) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(PEERS) $(LATEST) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
