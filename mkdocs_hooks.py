@@ -12,8 +12,13 @@ SESSION = re.compile(r"^```python(.*)\n(?=>>> )", re.MULTILINE)
 FOR_EACH_DIM = "_for_each_dim"  # the decorator of functions that are written once
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Blocks that begin with a prompt are sessions, not programs: output is not to be coloured as code."""
+def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
+    """Blocks that begin with a prompt are sessions, not programs: output is not to be coloured as code.
+
+    Columns side by side need the room of the table of contents.
+    """
+    if '<div class="grid"' in markdown:
+        page.meta["hide"] = ["toc"]
     return SESSION.sub(r"```pycon\1\n", markdown)
 
 
