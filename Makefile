@@ -77,7 +77,7 @@ bench-expanded: $(STAMP)
 
 # What ps.Monitor adds to a loop; the table goes into its page.
 bench-monitor: $(STAMP)
-	$(BIN)/python -m benchmarks.monitor --json $(RESULTS)/monitor.json --page docs/monitor.md
+	$(BIN)/python -m benchmarks.monitor --json docs/benchmarks/monitor.json --page docs/monitor.md
 
 dist: $(STAMP)
 	$(BIN)/python -m build
