@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+import persample as ps
 from persample.graph.flows import FLOWS
 from persample.graph.rules import RULES
 from tests.expanded.table import render as expanded_rules
@@ -24,6 +28,12 @@ graph, by the name that `ps.explain` shows without its ending `Backward0`. It is
 | that parameters enter | is called once per sample, with a `PerformanceWarning` |
 | that samples pass through | is sent one or two more backwards per call, which find out where its samples go |
 | of your own | the same; [Teach it a new op](teach.md) says how to do better |
+"""
+
+LAYERS_BEGIN = """\
+## Layers
+The nodes that the parameters of PyTorch's layers enter on a CPU, and the factors that are made of them. Functions
+(`F.linear`, `x @ w`) enter the same nodes.
 """
 
 RULES_BEGIN = """\
@@ -44,18 +54,59 @@ through its graph, by the rules above: [Two ways in](two-ways-in.md).
 """
 
 
+LONG = 100  # tables of more nodes than this come last
+
+
 def render() -> str:
     """The whole page."""
-    parts = [
-        INTRODUCTION,
-        RULES_BEGIN,
-        tables(RULES),
-        FLOWS_BEGIN,
-        tables(FLOWS),
-        EXPANDED_BEGIN,
-        expanded_rules() + "\n",
-    ]
-    return "\n".join(parts)
+    with torch.random.fork_rng():
+        layers = [LAYERS_BEGIN, layers_table()]
+    rules = [RULES_BEGIN, tables(RULES), FLOWS_BEGIN, tables(FLOWS), EXPANDED_BEGIN, expanded_rules() + "\n"]
+    return "\n".join([INTRODUCTION, *layers, *rules])
+
+
+def layers() -> Iterator[tuple[nn.Module, Sequence[Tensor]]]:
+    """PyTorch's layers with parameters, and data for each."""
+    images, words = torch.randn(3, 4, 6, 6), torch.randint(9, (3, 5))
+    rows, steps = torch.randn(3, 4), torch.randn(3, 5, 4)
+    yield nn.Linear(4, 4), [rows]
+    yield nn.Bilinear(4, 4, 2), [rows, rows]
+    yield nn.Conv1d(4, 2, 3), [images[..., 0]]
+    yield nn.Conv2d(4, 2, 3), [images]
+    yield nn.Conv3d(4, 2, 3), [images.unsqueeze(-1).expand(-1, -1, -1, -1, 6)]
+    yield nn.ConvTranspose2d(4, 2, 3), [images]
+    yield nn.Embedding(9, 4), [words]
+    yield nn.EmbeddingBag(9, 4), [words]
+    yield nn.LayerNorm(4), [steps]
+    yield nn.RMSNorm(4), [steps]
+    yield nn.GroupNorm(2, 4), [images]
+    yield nn.InstanceNorm2d(4, affine=True), [images]
+    yield nn.BatchNorm2d(4).eval(), [images]
+    yield nn.PReLU(4), [images]
+    yield nn.RNN(4, 3, batch_first=True), [steps]
+    yield nn.GRU(4, 3, batch_first=True), [steps]
+    yield nn.LSTM(4, 3, batch_first=True), [steps]
+    yield nn.MultiheadAttention(4, 2, batch_first=True), [steps, steps, steps]
+    yield nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True), [steps]
+
+
+def layers_table() -> str:
+    """What `ps.explain` says of them."""
+    lines = ["| layer | nodes and factors |", "|---|---|"]
+    for layer, data in layers():
+        nodes: dict[str, dict[str, None]] = {}
+        for row in ps.explain(_losses(layer, data), layer).rows:
+            factors = nodes.setdefault(row.op.removesuffix("Backward0"), {})
+            factors[row.handling.removeprefix("rule: ")] = None
+        found = [f"`{node}` ({', '.join(factors)})" for node, factors in nodes.items()]
+        lines.append(f"| `nn.{type(layer).__name__}` | {', '.join(found)} |")
+    return "\n".join([*lines, ""])
+
+
+def _losses(layer: nn.Module, data: Sequence[Tensor]) -> Tensor:
+    """Something of every sample's result; its batch is dim 0."""
+    result = layer(*data)
+    return (result[0] if isinstance(result, tuple) else result).square().flatten(1).sum(1)
 
 
 def tables(rules: Mapping[str, Any]) -> str:
@@ -63,7 +114,8 @@ def tables(rules: Mapping[str, Any]) -> str:
     files: dict[str, dict[Any, list[str]]] = {}
     for node, rule in sorted(rules.items()):
         files.setdefault(rule.__module__, {}).setdefault(rule, []).append(f"`{node}`")
-    return "\n".join(_table(by_rule) for _, by_rule in sorted(files.items()))
+    by_length = sorted(files.items(), key=lambda entry: (sum(map(len, entry[1].values())) > LONG, entry[0]))
+    return "\n".join(_table(by_rule) for _, by_rule in by_length)
 
 
 def _table(by_rule: Mapping[Any, list[str]]) -> str:
