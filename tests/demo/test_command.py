@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from persample import demo, testing
 from persample.demo import command
+from persample.demo.progress import Parts
 
 
 def test_a_quick_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,7 +61,26 @@ def test_a_directory_is_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_a_place_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     assert demo.main(["--out", str(tmp_path / "file" / "report.html")]) == 2
-    assert "cannot be written" in capsys.readouterr().err
+    assert "cannot be written (Not a directory): choose another file" in capsys.readouterr().err
+
+
+def test_a_file_that_is_not_ours(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command.os, "access", lambda path, mode: False)
+    assert demo.main(["--out", str(tmp_path / "report.html")]) == 2
+    assert "cannot be written (no permission): choose another file" in capsys.readouterr().err
+
+
+def test_progress_bars_in_a_terminal() -> None:
+    said = io.StringIO()
+    parts = Parts(Console(file=said, force_terminal=True, width=100))
+    with parts.part("counting", 3) as advance:
+        for _ in range(3):
+            advance()
+    assert "counting" in said.getvalue()
+    assert "3/3" in said.getvalue()
+    assert parts.seconds["counting"] >= 0
 
 
 def test_importing_needs_torch_alone() -> None:

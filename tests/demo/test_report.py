@@ -72,12 +72,12 @@ def test_figures_are_those_that_were_found(quick: Quick) -> None:
     found, text = quick.found, re.sub(r"<[^>]+>", " ", quick.page)
     for name in found.scores:
         for value in found.precisions(name):
-            assert f"{value:.1%}" in text
+            assert f"{value:.0%}" in text
     for run in found.private:
         assert f"{run.accuracy:.1%}" in text
         assert run.spent <= run.epsilon
     assert f"{found.trained.accuracy:.1%}" in text
-    assert f"{found.chance:.1%}" in text
+    assert f"({found.chance:.1%})" in text
     for part, seconds in found.seconds.items():
         assert part in text
         assert f"{seconds:.1f}" in text

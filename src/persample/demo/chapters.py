@@ -13,16 +13,16 @@ import persample
 
 from . import noise_scale, plots
 from .findings import Findings
-from .pieces import cards, code, figure, gallery, paragraph, section, table, thumbnail
+from .pieces import cards, code, figure, gallery, listing, paragraph, section, table, thumbnail
 from .private import train_privately
-from .scores import look, mean_cosine, scores
+from .scores import look, mean_cosine, precision, scores
 from .training import train_step
 from .verify import verify
 
 
 def summary(found: Findings) -> str:
     """The figures to remember."""
-    at = found.precisions("influence")[found.depths.index(found.flips)]
+    at = _at_flips(found, "influence")
     last = found.private[-1]
     return cards(
         [
@@ -42,12 +42,16 @@ def wrong_labels(found: Findings) -> str:
         paragraph(
             f"""{found.flips} of {len(found.digits.x)} training labels ({found.chance:.1%}) were replaced
             by wrong ones, and a small CNN was trained on all of them. It was not told which. After each of
-            {len(found.trained.history)} epochs, the gradient of every single example was looked at, and examples were
-            ranked in three ways: by the norm of their gradients; by self-influence, which is how much a step on an
-            example would lower its own loss (TracIn); and by how little a gradient agrees with those of other
-            examples with the same label."""
+            {len(found.trained.history)} epochs, the gradient g of every single example was looked at, and examples were
+            ranked by what it says, the most suspicious first:"""
         ),
+        listing((score.title, score.what) for score in found.scores.values()),
         _precisions(found),
+        paragraph(
+            f"""Precision at k is the share of flipped labels among the first k. The last score is for comparison:
+            the mean loss needs no single gradients, and finds {_at_flips(found, "loss"):.1%} at k = {found.flips} where
+            self-influence finds {_at_flips(found, "influence"):.1%}."""
+        ),
         '<div class="plots">',
         figure(
             plots.precision_curves(found),
@@ -66,12 +70,14 @@ def wrong_labels(found: Findings) -> str:
     )
 
 
+def _at_flips(found: Findings, name: str) -> float:
+    return precision(found.scores[name].order, found.digits.flipped, found.flips)
+
+
 def _precisions(found: Findings) -> str:
-    rows = [
-        (score.title, score.what, *(f"{p:.1%}" for p in found.precisions(name))) for name, score in found.scores.items()
-    ]
-    chance = ("chance", "random order", *(f"{found.chance:.1%}" for _ in found.depths))
-    return table("Precision at k", ["score", "what it is", *(f"k = {k}" for k in found.depths)], [*rows, chance])
+    rows = [(score.title, *(f"{p:.0%}" for p in found.precisions(name))) for name, score in found.scores.items()]
+    chance = ("chance", *(f"{found.chance:.0%}" for _ in found.depths))
+    return table("Precision at k", ["score", *(f"k = {k}" for k in found.depths)], [*rows, chance])
 
 
 def _first_and_last(found: Findings) -> str:
@@ -107,10 +113,9 @@ def _all(found: Findings, examples: list[int]) -> list[str]:
 
 def _thumbnail(found: Findings, i: int) -> str:
     given, true, guess = (int(t[i]) for t in (found.digits.y, found.digits.true, found.trained.predicted))
-    wrong = given != true
-    lines = [f"given {given}", f"true {true}" if wrong else "not flipped", f"model: {guess}"]
+    lines = [f"given {given}", f"true {true}", f"model {guess}"]
     alt = f"A handwritten {true}, labelled {given}"
-    return thumbnail(found.digits.x[i, 0], alt, lines, "flipped" if wrong else "")
+    return thumbnail(found.digits.x[i, 0], alt, lines, "flipped" if given != true else "")
 
 
 def private(found: Findings) -> str:
@@ -127,7 +132,7 @@ def private(found: Findings) -> str:
         for r in found.private
     ]
     rate = plots.standard_error(found.trained.accuracy, count)
-    rows.append(("no privacy", f"{found.trained.accuracy:.1%} ± {rate:.1%}", "0", "-", "infinite"))
+    rows.append(("∞", f"{found.trained.accuracy:.1%} ± {rate:.1%}", "0", "0%", "∞"))
     return section(
         "private",
         "Training privately",
@@ -137,7 +142,9 @@ def private(found: Findings) -> str:
             is a run of its own, planned for {s.private_epochs} epochs of Poisson batches of {s.private_batch} on
             average at delta {s.delta:g} ({s.accountant.upper()} accountant). Accuracy is that on {count} test images,
             with its standard error. Each run was made once: differences of a point or two say nothing. Learning rate
-            and bound were chosen by hand on this dataset, which a real accounting would have to include."""
+            and bound were chosen by hand on this dataset, which a real accounting would have to include. In the
+            table, noise is the noise multiplier, clipped the mean share of samples that were, and the last row the
+            ordinary training."""
         ),
         '<div class="plots">',
         figure(
@@ -145,7 +152,7 @@ def private(found: Findings) -> str:
             "Test accuracy of the private runs against epsilon; the values are in the table.",
             "Test accuracy against epsilon: one run each, bars are standard errors.",
         ),
-        table("Private runs", ["epsilon", "test accuracy", "noise multiplier", "clipped", "spent"], rows),
+        table("Private runs", ["epsilon", "accuracy", "noise", "clipped", "spent"], rows),
         "</div>",
         "<h3>The code</h3>",
         code(train_privately),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -20,9 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo and write its report; returns 0, 1 if a result differs from the definition, 2 if it cannot run.
 
     >>> from persample import demo
-    >>> demo.main(["--help"])
-    Traceback (most recent call last):
-    SystemExit: 0
+    >>> demo.main(["--out", "."])  # a directory: said on stderr
+    2
     """
     options = _parser().parse_args(argv)
     problem = _missing() or _unwritable(options.out)
@@ -60,8 +60,8 @@ def _unwritable(path: Path) -> str:
         return f"--out {path} is a directory: name a file in it, for instance {path / 'report.html'}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a"):
-            pass
     except OSError as error:
         return f"--out {path} cannot be written ({error.strerror}): choose another file"
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        return f"--out {path} cannot be written (no permission): choose another file"
     return ""

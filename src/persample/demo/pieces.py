@@ -38,6 +38,11 @@ def table(caption: str, header: Sequence[str], rows: Iterable[Sequence[str]]) ->
     )
 
 
+def listing(items: Iterable[tuple[str, str]]) -> str:
+    """Names, and what they are."""
+    return "<ul>\n" + "\n".join(f"<li><b>{escape(name)}</b>: {escape(what)}</li>" for name, what in items) + "\n</ul>"
+
+
 def figure(svg: str, alt: str, caption: str) -> str:
     """A drawing that is part of the page, so that it has the page's colours."""
     labelled = svg.replace("<svg ", f'<svg role="img" aria-label="{escape(alt)}" ', 1)
@@ -54,6 +59,7 @@ def code(*functions: Callable[..., Any]) -> str:
 def thumbnail(image: Tensor, alt: str, lines: Sequence[str], mark: str = "") -> str:
     """An image of a few pixels, each of them sharp, and what there is to say about it; ``mark`` is a CSS class."""
     data = io.BytesIO()
+    image = image.repeat_interleave(8, 0).repeat_interleave(8, 1)  # not left to whoever prints it, who would smooth it
     matplotlib.image.imsave(
         data, image.numpy(), cmap="gray_r", vmin=0, vmax=1, format="png", metadata={"Software": None}
     )

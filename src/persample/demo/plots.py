@@ -85,8 +85,13 @@ def norms_over_training(found: Findings) -> str:
             _band(drawn.axes, norms[:, rows], label, k)
         drawn.axes.set_yscale("log")
         drawn.axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        drawn.axes.legend()
+        _legend(drawn.axes)
     return drawn.svg
+
+
+def _legend(axes: Axes) -> None:
+    """Above the drawing, where it covers nothing."""
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, fontsize=8, borderaxespad=0.2)
 
 
 def _band(axes: Axes, values: Tensor, label: str, k: int) -> None:
@@ -126,7 +131,7 @@ def accuracy_against_epsilon(found: Findings) -> str:
         axes.set_xticks(epsilons, [f"{epsilon:g}" for epsilon in epsilons])
         axes.minorticks_off()
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-        axes.legend(loc="lower right")
+        _legend(axes)
     return drawn.svg
 
 
@@ -147,7 +152,7 @@ def noise_over_training(found: Findings) -> str:
             marker="o",
             markersize=4,
             color=SERIES[0],
-            label="all gradients, after the epoch",
+            label="all gradients, at its end",
         )
         axes.plot(
             epochs,
@@ -156,10 +161,10 @@ def noise_over_training(found: Findings) -> str:
             marker="s",
             markersize=4,
             color=SERIES[1],
-            label="batches of the epoch",
+            label="its batches alone",
         )
         axes.axhline(found.settings.batch, color=INK, linewidth=0.8, linestyle=":", label="batch size")
         axes.set_yscale("log")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.legend(fontsize=8)
+        _legend(axes)
     return drawn.svg

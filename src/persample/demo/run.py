@@ -16,7 +16,7 @@ from .progress import Parts
 from .report import render
 from .scores import look_at_all, scores
 from .settings import Settings
-from .training import accuracy, build, train
+from .training import Epoch, accuracy, build, train
 from .verify import verify
 
 
@@ -35,8 +35,11 @@ def find(settings: Settings, seed: int, parts: Parts) -> Findings:
     """Train, rank, train privately, and check."""
     torch.manual_seed(seed)
     digits, model = load(settings.test, settings.flipped, seed), build()
-    trained, rates = train_and_look(model, digits, settings, seed, parts)
-    ranked = scores(trained.history, rates)
+    steps = settings.epochs * -(-len(digits.x) // settings.batch)
+    with parts.part("training", steps) as advance:
+        epochs = train(model, digits, settings, seed, advance)
+    trained = look_back(epochs, digits, parts)
+    ranked = scores(trained.history, [epoch.lr for epoch in epochs])
     private = train_for_each_epsilon(digits, settings, seed, parts)
     with parts.part("checking", 1) as advance:
         suspects = ranked["influence"].order[: settings.checked]
@@ -45,23 +48,20 @@ def find(settings: Settings, seed: int, parts: Parts) -> Findings:
     return Findings(settings, seed, digits, trained, ranked, private, verdict, parts.seconds)
 
 
-def train_and_look(
-    model: torch.nn.Module, digits: Digits, settings: Settings, seed: int, parts: Parts
-) -> tuple[Trained, list[float]]:
-    """Ordinary training; after every epoch, a look at every training example's gradient."""
-    history, exact, estimated, rates = [], [], [], []
-    steps = settings.epochs * -(-len(digits.x) // settings.batch)
-    with parts.part("training, looking", steps) as advance:
-        for epoch in train(model, digits, settings, seed, advance):
-            evidence, moments = look_at_all(model, digits)
+def look_back(epochs: list[Epoch], digits: Digits, parts: Parts) -> Trained:
+    """Every training example's gradient at every checkpoint."""
+    history, exact = [], []
+    with parts.part("looking at gradients", len(epochs)) as advance:
+        for epoch in epochs:
+            evidence, moments = look_at_all(epoch.model, digits)
             history.append(evidence)
             exact.append(noise_scale([moments]))
-            estimated.append(noise_scale(epoch.batches))
-            rates.append(epoch.lr)
+            advance()
+    last = epochs[-1].model
     with torch.no_grad():
-        predicted = model(digits.x).argmax(1)
-    right = accuracy(model, digits.test_x, digits.test_y)
-    return Trained(right, predicted, history, exact, estimated), rates
+        predicted = last(digits.x).argmax(1)
+    right = accuracy(last, digits.test_x, digits.test_y)
+    return Trained(right, predicted, history, exact, [noise_scale(epoch.batches) for epoch in epochs])
 
 
 def train_for_each_epsilon(digits: Digits, settings: Settings, seed: int, parts: Parts) -> list[PrivateRun]:

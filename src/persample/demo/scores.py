@@ -78,12 +78,21 @@ def scores(history: list[Evidence], rates: list[float]) -> dict[str, Score]:
     losses, norms, cosines = (torch.stack(seen) for seen in zip(*history, strict=True))
     lr = torch.tensor(rates).unsqueeze(1)
     return {
-        "norms": Score("gradient norm", "mean over epochs of ‖g‖", norms.mean(0)),
-        "influence": Score("self-influence", "sum over epochs of lr · ‖g‖²", (lr * norms.square()).sum(0)),
-        "agreement": Score(
-            "disagreement with its class", "minus the mean over epochs of the mean cosine", -cosines.mean(0)
+        "norms": Score("gradient norm", "the mean of ‖g‖ over epochs", norms.mean(0)),
+        "influence": Score(
+            "self-influence",
+            "the sum of lr · ‖g‖² over epochs, what steps on it take off its own loss (TracIn)",
+            (lr * norms.square()).sum(0),
         ),
-        "loss": Score("loss, for comparison", "mean over epochs; no gradients", losses.mean(0), gradients=False),
+        "agreement": Score(
+            "disagreement", "minus the mean cosine with the other gradients of its label", -cosines.mean(0)
+        ),
+        "loss": Score(
+            "loss (no gradients)",
+            "the mean over epochs, for which no gradients are needed",
+            losses.mean(0),
+            gradients=False,
+        ),
     }
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
@@ -45,27 +46,27 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y:
 
 @dataclass(frozen=True)
 class Epoch:
-    """What an epoch leaves: the learning rate it had, and gradient moments of its batches."""
+    """What an epoch leaves: the model as it was, the learning rate, and the moments of its batches' gradients."""
 
-    number: int
+    model: nn.Module
     lr: float
     batches: list[Moments]
 
 
-def train(
-    model: nn.Module, digits: Digits, settings: Settings, seed: int, advance: Callable[[], None]
-) -> Iterator[Epoch]:
-    """Train, and stop after every epoch for the caller to look at the model; ``advance`` is called at every step."""
+def train(model: nn.Module, digits: Digits, settings: Settings, seed: int, advance: Callable[[], None]) -> list[Epoch]:
+    """Train, and keep a checkpoint of every epoch; ``advance`` is called at every step."""
     rng = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=settings.lr, momentum=settings.momentum)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings.epochs)
-    for number in range(1, settings.epochs + 1):
+    epochs = []
+    for _ in range(settings.epochs):
         found = []
         for rows in torch.randperm(len(digits.x), generator=rng).split(settings.batch):
             found.append(train_step(model, optimizer, digits.x[rows], digits.y[rows], len(digits.x)))
             advance()
-        yield Epoch(number, scheduler.get_last_lr()[0], found)
+        epochs.append(Epoch(deepcopy(model), scheduler.get_last_lr()[0], found))
         scheduler.step()
+    return epochs
 
 
 @torch.no_grad()
