@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -91,7 +92,7 @@ def private_names(path: Path) -> Iterator[str]:
         if isinstance(node, ast.Attribute):
             if node.attr.startswith(PRIVATE_ATTRIBUTES):
                 yield f"line {line}: .{node.attr}"
-            elif node.attr.startswith("_") and isinstance(node.value, ast.Name) and node.value.id == "torch":
+            elif re.match("_[^_]", node.attr) and isinstance(node.value, ast.Name) and node.value.id == "torch":
                 yield f"line {line}: torch.{node.attr}"
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
             if node.value.startswith(PRIVATE_ATTRIBUTES):

@@ -19,7 +19,13 @@ EXIT_CODES = {
     4: "persample refuses the model",
     5: "exact, but whether samples interact could not be told",
 }
-_WORST_FIRST = ("refused", "fallback", "rule", "separable", "zeros")
+_KINDS = {
+    "refused": "refused",
+    "fallback": "by the exact fallback",
+    "rule": "by rule",
+    "separable": "separable",
+    "zeros": "unreached",
+}  # worst first, and in words
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +45,7 @@ class Parameter:
     def kind(self) -> str:
         """Refused, fallback, rule, separable or zeros: the first of these that a use of it is."""
         kinds = {how.split(":")[0] for how in self.handled}
-        return next((kind for kind in _WORST_FIRST if kind in kinds), "separable")
+        return next((kind for kind in _KINDS if kind in kinds), "separable")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +114,13 @@ class Report:
     def coverage(self) -> dict[str, int]:
         """How many parameters are handled in which way."""
         kinds = [p.kind for p in self.parameters]
-        return {kind: kinds.count(kind) for kind in _WORST_FIRST if kind in kinds}
+        return {kind: kinds.count(kind) for kind in _KINDS if kind in kinds}
+
+    @property
+    def covered(self) -> str:
+        """The same in words."""
+        kinds = ", ".join(f"{count} {_KINDS[kind]}" for kind, count in self.coverage().items())
+        return kinds + (f"; {self.frozen} frozen, left out" if self.frozen else "")
 
     def as_dict(self) -> dict[str, Any]:
         """Everything in plain values; numbers that are not finite are strings, as JSON has none."""

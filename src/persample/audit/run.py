@@ -199,7 +199,7 @@ def _parameters(
     for row in explanation.rows if explanation else ():
         how = "refused" if row.handling.startswith("refused") else row.handling
         handled.setdefault(row.parameter, {})[how] = None
-    compared = {row.name: row for row in comparison.rows} if comparison else {}
+    compared = {row.name: row for row in comparison.rows} if comparison is not None else {}
     found = []
     for name, p in model.named_parameters():
         if p.requires_grad:
@@ -210,7 +210,7 @@ def _parameters(
 
 
 def _notes(comparison: Comparison | None, explanation: Explanation | None, buffers: tuple[str, ...]) -> tuple[str, ...]:
-    notes = list(comparison.warnings) if comparison else []
+    notes = list(comparison.warnings) if comparison is not None else []
     unreached = [row.parameter for row in explanation.rows if row.handling.startswith("zeros")] if explanation else []
     if unreached:
         notes.append(f"the losses do not reach {', '.join(unreached)}: their gradients are zeros")

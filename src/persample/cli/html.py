@@ -54,10 +54,8 @@ def page(report: Report, environment: Mapping[str, Any]) -> str:
 
 
 def _answers(report: Report) -> Iterable[tuple[str, str, str]]:
-    coverage = ", ".join(f"{kind}: {count}" for kind, count in report.coverage().items())
-    frozen = f"; {report.frozen} frozen, left out" if report.frozen else ""
     yield "does it work?", _yes(report.works), escape(report.refusal or "")
-    yield "is every parameter covered?", _yes("refused" not in report.coverage()), coverage + frozen
+    yield "is every parameter covered?", _yes("refused" not in report.coverage()), report.covered
     if report.max_error is not None:
         yield "is it equal to the definition?", _yes(report.exact), f"largest relative error {number(report.max_error)}"
     for question, seen in (("by the graph", report.graph), ("when parts of the batch run again", report.rerun)):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -13,6 +12,7 @@ from rich.text import Text
 from ..audit import Cost, Parameter, Report, Seen
 from ..audit.costs import PLAIN
 from ..audit.words import mark, megabytes, milliseconds, number
+from .tables import table
 
 _ROWS = 30  # parameters that are shown without being asked for all of them
 _STYLES = {"independent": "green", "interacting": "bold red", "unknown": "yellow"}
@@ -36,26 +36,16 @@ def verdict(report: Report, console: Console) -> None:
     console.print(Text(report.verdict, style), Text(f"(exit code {report.exit_code})", "dim"))
 
 
-def _table(*columns: str, right: Sequence[str] = ()) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    for name in columns:
-        table.add_column(name, justify="right" if name in right else "left", overflow="fold")
-    return table
-
-
 def _answers(report: Report) -> Table:
-    table = _table("question", "answer", "")
-    table.add_row("does it work?", _yes(report.works), escape(report.refusal or ""))
-    covered = ", ".join(f"{count} by {kind}" if kind != "zeros" else f"{count} unreached" for kind, count in
-                        report.coverage().items())  # fmt: skip
-    frozen = f"; {report.frozen} frozen, left out" if report.frozen else ""
-    table.add_row("every parameter covered?", _yes("refused" not in report.coverage()), covered + frozen)
+    made = table("question", "answer", "")
+    made.add_row("does it work?", _yes(report.works), escape(report.refusal or ""))
+    made.add_row("every parameter covered?", _yes("refused" not in report.coverage()), report.covered)
     error = report.max_error
     if error is not None:
-        table.add_row("equal to the definition?", _yes(report.exact), f"largest relative error {number(error)}")
+        made.add_row("equal to the definition?", _yes(report.exact), f"largest relative error {number(error)}")
     for question, seen in (("independent by the graph?", report.graph), ("independent when re-run?", report.rerun)):
-        table.add_row(question, _answer(seen), escape(seen.reason))
-    return table
+        made.add_row(question, _answer(seen), escape(seen.reason))
+    return made
 
 
 def _yes(fine: bool) -> Text:
@@ -67,16 +57,16 @@ def _answer(seen: Seen) -> Text:
 
 
 def _parameters(report: Report, all_parameters: bool) -> Table:
-    table = _table("parameter", "shape", "handled by", "relative error", right=["relative error"])
+    made = table("parameter", "shape", "handled by", "relative error", right=["relative error"])
     shown = report.parameters if all_parameters else _most_telling(report.parameters)
     for p in shown:
         fallback = "yellow" if p.kind == "fallback" else "red" if p.kind == "refused" else ""
         error = Text(f"{number(p.error)} {mark(p.ok)}".strip(), "bold red" if p.ok is False else "")
-        table.add_row(escape(p.name), str(p.shape), Text(", ".join(p.handled), fallback), error)
+        made.add_row(escape(p.name), str(p.shape), Text(", ".join(p.handled), fallback), error)
     hidden = len(report.parameters) - len(shown)
     if hidden:
-        table.caption = f"{hidden} more with smaller errors, all by rule (--all shows them)"
-    return table
+        made.caption = f"{hidden} more with smaller errors, all by rule (--all shows them)"
+    return made
 
 
 def _most_telling(parameters: Sequence[Parameter]) -> Sequence[Parameter]:
@@ -92,13 +82,13 @@ def _most_telling(parameters: Sequence[Parameter]) -> Sequence[Parameter]:
 def costs(report: Report) -> Table:
     """Time and memory of every kind of step."""
     figures = ("time", "to plain", "quartiles", "memory")
-    table = _table("step", *figures, right=figures)
+    made = table("step", *figures, right=figures)
     for cost in report.costs:
-        table.add_row(cost.name, *_figures(cost), megabytes(cost.bytes_above))
+        made.add_row(cost.name, *_figures(cost), megabytes(cost.bytes_above))
     above = f" Memory is what comes on top of the forward pass, which holds {megabytes(report.activations)}."
     written = f"All gradients written out: {megabytes(report.stack_bytes)}."
-    table.caption = written + (above if report.activations is not None else "")
-    return table
+    made.caption = written + (above if report.activations is not None else "")
+    return made
 
 
 def _figures(cost: Cost) -> tuple[str, str, str]:
