@@ -10,13 +10,14 @@ LATEST := .venv-latest
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: bench-monitor dist test-torch-latest help demo test test-all bench bench-peers bench-scaling bench-docs bench-pages bench-expanded docs lint clean
+.PHONY: bench-monitor dist test-torch-latest help demo test test-all bench bench-peers bench-private bench-scaling bench-docs bench-pages bench-expanded docs lint clean
 
 help:
 	@echo "make demo      finds wrong labels, trains privately, checks itself; writes build/demo.html (a minute)"
 	@echo "make test      lint, types and tests (what CI runs)"
 	@echo "make test-all  the same with the slow tests"
 	@echo "make bench     the benchmarks (5 minutes); make bench-expanded: against PyTorch's expanded weights"
+	@echo "make bench-private                private training steps beside Opacus, part of make bench (2 minutes)"
 	@echo "make bench-peers, bench-scaling   against Opacus, BackPACK, torch.func; how cost grows (10 minutes each)"
 	@echo "make bench-docs                   both, and the figures in docs/ made from them"
 	@echo "make docs      the site of docs/, into build/site"
@@ -48,17 +49,21 @@ test-all: lint
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.run --json $(RESULTS)/bench.json
+	$(MAKE) bench-private
 
 # The peers bring no torch with them: theirs is the one in constraints.txt.
 $(PEERS_STAMP): pyproject.toml constraints.txt benchmarks/peers.txt
 	@echo "installing into $(PEERS) (a few minutes the first time)"
 	$(PYTHON) -m venv $(PEERS)
-	$(PEERS)/bin/python -m pip install --quiet -c constraints.txt -e '.[bench]'
+	$(PEERS)/bin/python -m pip install --quiet -c constraints.txt -e '.[bench,dp]'
 	$(PEERS)/bin/python -m pip install --quiet --no-deps -r benchmarks/peers.txt
 	@touch $@
 
 bench-peers: $(PEERS_STAMP)
 	$(PEERS)/bin/python -m benchmarks.run --peers --json $(RESULTS)/peers.json
+
+bench-private: $(PEERS_STAMP)
+	$(PEERS)/bin/python -m benchmarks.private --json $(RESULTS)/private.json
 
 bench-scaling: $(PEERS_STAMP)
 	$(PEERS)/bin/python -m benchmarks.scaling --json $(RESULTS)/scaling.json
