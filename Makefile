@@ -5,20 +5,26 @@ STAMP := $(VENV)/.installed
 PEERS := .venv-peers
 PEERS_STAMP := $(PEERS)/.installed
 RESULTS := build/benchmarks
+LATEST := .venv-latest
 # One torch thread per worker: the workers are the parallelism.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all bench bench-peers bench-scaling bench-parts bench-docs bench-pages bench-expanded lint clean
+.PHONY: help demo test test-all test-torch-latest lint docs dist clean
+.PHONY: bench bench-docs bench-expanded bench-monitor bench-pages bench-parts bench-peers bench-private bench-scaling
 
 help:
-	@echo "make demo      train a small CNN on the digits, show and check its per-sample gradients"
+	@echo "make demo      finds wrong labels, trains privately, checks itself; writes build/demo.html (a minute)"
 	@echo "make test      lint, types and tests (what CI runs)"
 	@echo "make test-all  the same with the slow tests"
 	@echo "make bench     the benchmarks (5 minutes); make bench-expanded: against PyTorch's expanded weights"
+	@echo "make bench-private                private training steps beside Opacus, part of make bench (2 minutes)"
 	@echo "make bench-peers, bench-scaling   against Opacus, BackPACK, torch.func; how cost grows (10 minutes each)"
 	@echo "make bench-parts                  what the time of ps.norms is made of (2 minutes)"
-	@echo "make bench-docs                   all three, and the figures in docs/ made from them"
+	@echo "make bench-docs                   these three, and the figures in docs/ made from them"
+	@echo "make bench-monitor                what ps.Monitor adds to a training loop (5 minutes)"
+	@echo "make docs      the site of docs/, into build/site"
+	@echo "make dist      an sdist and a wheel; make test-torch-latest: the tests with the newest torch"
 	@echo "make lint      ruff and mypy only"
 	@echo "make clean     remove .venv and all caches"
 
@@ -26,11 +32,11 @@ help:
 $(STAMP): pyproject.toml constraints.txt
 	@echo "installing into $(VENV) (a few minutes the first time)"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,demo]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
 	@touch $@
 
 demo: $(STAMP)
-	$(BIN)/python examples/digits.py
+	$(BIN)/python -m persample.demo --out build/demo.html
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -45,17 +51,21 @@ test-all: lint
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.run --json $(RESULTS)/bench.json
+	$(MAKE) bench-private
 
 # The peers bring no torch with them: theirs is the one in constraints.txt.
 $(PEERS_STAMP): pyproject.toml constraints.txt benchmarks/peers.txt
 	@echo "installing into $(PEERS) (a few minutes the first time)"
 	$(PYTHON) -m venv $(PEERS)
-	$(PEERS)/bin/python -m pip install --quiet -c constraints.txt -e '.[bench]'
+	$(PEERS)/bin/python -m pip install --quiet -c constraints.txt -e '.[bench,dp]'
 	$(PEERS)/bin/python -m pip install --quiet --no-deps -r benchmarks/peers.txt
 	@touch $@
 
 bench-peers: $(PEERS_STAMP)
 	$(PEERS)/bin/python -m benchmarks.run --peers --json $(RESULTS)/peers.json
+
+bench-private: $(PEERS_STAMP)
+	$(PEERS)/bin/python -m benchmarks.private --json $(RESULTS)/private.json
 
 bench-scaling: $(PEERS_STAMP)
 	$(PEERS)/bin/python -m benchmarks.scaling --json $(RESULTS)/scaling.json
@@ -75,6 +85,22 @@ bench-pages: $(PEERS_STAMP)
 bench-expanded: $(STAMP)
 	$(BIN)/python -m benchmarks.expanded
 
+# What ps.Monitor adds to a loop; the table goes into its page.
+bench-monitor: $(STAMP)
+	$(BIN)/python -m benchmarks.monitor --json docs/benchmarks/monitor.json --page docs/monitor.md
+
+dist: $(STAMP)
+	$(BIN)/python -m build
+
+# Says what it ran, or why it did not. CUDA=1 allows a torch that brings CUDA with it.
+test-torch-latest: $(STAMP)
+	$(BIN)/python tests/packaging/torch_latest.py --venv $(LATEST) $(if $(CUDA),--cuda)
+
+# The variable silences a notice about the successor of mkdocs, not a warning about these pages.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir build/site
+	@echo "build/site/index.html"
+
 clean:
-	rm -rf $(VENV) $(PEERS) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(PEERS) $(LATEST) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

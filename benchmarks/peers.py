@@ -1,6 +1,6 @@
 """Other ways to per-sample gradients, each as its documentation recommends.
 
-What had to be changed in a model for a peer is in ``_rows_everywhere``, ``_for_vmap`` and ``_for_opacus``; the plain
+What had to be changed in a model for a peer is in ``_rows_everywhere``, ``_for_vmap`` and ``for_opacus``; the plain
 step that it is compared with is never changed.
 """
 
@@ -51,7 +51,7 @@ def opacus_hooks(task: Task) -> Contender:
     """``GradSampleModule``: a hook per layer writes ``grad_sample``."""
     from opacus import GradSampleModule
 
-    model = GradSampleModule(_for_opacus(task.model), loss_reduction="sum")
+    model = GradSampleModule(for_opacus(task.model), loss_reduction="sum")
     return Contender(
         lambda: task.losses_fn(model, *task.inputs),
         partial(_backward, model._module, "grad_sample"),
@@ -64,7 +64,7 @@ def opacus_ghost(task: Task) -> Contender:
     from opacus.grad_sample import GradSampleModuleFastGradientClipping
     from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
 
-    inner = _for_opacus(task.model)
+    inner = for_opacus(task.model)
     model = GradSampleModuleFastGradientClipping(inner, loss_reduction="sum", max_grad_norm=MAX_NORM)
     optimizer = torch.optim.SGD(inner.parameters())  # only its zero_grad() is called
 
@@ -120,7 +120,7 @@ def _for_vmap(model: nn.Module) -> nn.Module:
     return model
 
 
-def _for_opacus(model: nn.Module) -> nn.Module:
+def for_opacus(model: nn.Module) -> nn.Module:
     """A copy with ``DPLSTM``, a loop of linear layers, in place of ``nn.LSTM``: Opacus's own repair."""
     from opacus.validators import ModuleValidator
 

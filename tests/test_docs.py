@@ -11,13 +11,18 @@ from types import ModuleType
 import pytest
 
 import persample
-from persample import testing
+from persample import audit, dp, expanded, testing
+from persample.nn import grad as nn_grad
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
+API = PAGES.pop("docs/api.md")
 MAKEFILE = (ROOT / "Makefile").read_text()
 PUBLIC = [name for name in persample.__all__ if not name.startswith("__")]
 CALLABLE = [(persample, name) for name in PUBLIC] + [(testing, name) for name in testing.__all__]
+CALLABLE += [(module, name) for module in (dp, expanded, nn_grad) for name in module.__all__]
+CALLABLE.remove((expanded, "HANDLED_FUNCTIONS"))  # a dict
 FUNCTIONS = [getattr(module, name) for module, name in CALLABLE if inspect.isfunction(getattr(module, name))]
 
 VERBS = [name for name in PUBLIC if inspect.isfunction(getattr(persample, name))]
@@ -55,8 +60,9 @@ def test_every_public_name_has_an_example_or_is_part_of_one(name: str) -> None:
     if is_error(thing):
         return
     if inspect.isclass(thing):
-        described = any(f"`{name}`" in (fn.__doc__ or "") for fn in FUNCTIONS)
-        assert described or f"ps.{name}" in (ROOT / "docs" / "reductions.md").read_text()
+        described = any(f"`{name}`" in (fn.__doc__ or "") for fn in FUNCTIONS) or ">>>" in (thing.__doc__ or "")
+        own = doctest.DocTestParser().get_examples(thing.__doc__ or "")
+        assert own or described or f"ps.{name}" in PAGES["docs/reductions.md"]
     elif isinstance(thing, ModuleType):
         assert any(test.examples for test in doctest.DocTestFinder().find(thing))
     else:
@@ -84,9 +90,35 @@ def test_the_readme_opens_with_code_that_runs() -> None:
     assert len(doctest.DocTestParser().get_examples(README)) > 10
 
 
-@pytest.mark.parametrize("name", [n for n in PUBLIC if n != "Explanation"])
-def test_the_readme_mentions_every_public_name(name: str) -> None:
-    assert re.search(rf"\b{name}\b", README)
+def test_the_readme_is_short_and_says_how_to_begin_on_its_first_screen() -> None:
+    lines = README.splitlines()
+    assert len(lines) <= 120
+    assert all(any(line.startswith(command) for line in lines[:30]) for command in ("make demo", "make test"))
+
+
+@pytest.mark.parametrize("module", [persample, dp, expanded, testing], ids=lambda module: module.__name__)
+def test_pages_mention_every_public_name(module: ModuleType) -> None:
+    """In prose or examples, beside the reference."""
+    prose = "\n".join([README, *PAGES.values()])
+    names = [name for name in module.__all__ if not name.startswith("__")]
+    assert not [name for name in names if not re.search(rf"\b{name}\b", prose)]
+
+
+@pytest.mark.parametrize(
+    "module", [persample, audit, dp, expanded, testing, nn_grad], ids=lambda module: module.__name__
+)
+def test_the_reference_has_every_public_name(module: ModuleType) -> None:
+    """By itself (``persample.reduce`` is also a file, so that its path is longer), or as part of its module."""
+    listed = re.findall(r"^::: persample\.([\w.]+)$", API, re.MULTILINE)
+    path = module.__name__.removeprefix("persample").lstrip(".")
+    if path == "nn.grad":
+        assert path in listed
+        return
+    names = [name for name in module.__all__ if not name.startswith("__") and not name.isupper()]
+    modules = [name for name in names if isinstance(getattr(module, name), ModuleType)]
+    assert not [name for name in modules if not any(entry.startswith(f"{name}.") for entry in listed)]
+    wanted = [f"{path}.{name}".lstrip(".") for name in names if name not in modules]
+    assert not [name for name in wanted if name not in listed and f"{name}.{name}" not in listed]
 
 
 def test_links_of_the_readme_lead_somewhere() -> None:

@@ -7,6 +7,7 @@ from .api import empty_cache, grad
 from .call import call_for_per_sample_grads
 from .explain import Explanation, explain
 from .factors import Factor
+from .monitor import Monitor
 from .reduce import backward, reduce
 from .reductions import (
     Call,
@@ -34,6 +35,7 @@ __all__ = [
     "Factor",
     "Gram",
     "InteractionError",
+    "Monitor",
     "NonFiniteError",
     "Norms",
     "PerformanceWarning",

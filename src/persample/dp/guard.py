@@ -6,19 +6,16 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from .._errors import InteractionError
 from ..graph.saved import original_of
+from ..rerun import Call, compare, tolerance
 from .errors import PrivacyError
-from .rerun import Call, compare
 
 _FIRST = 2  # checks that must have told something before they become rare
 _PATIENCE = 5  # checks that told nothing before the user is told
-_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
-_COARSE = 5e-2
 
 
 class Guard:
@@ -70,20 +67,13 @@ class Guard:
                 f"{call} keeps what it has seen of the data in its buffers {', '.join(found.buffers)}, without noise: "
                 f"put it into eval mode, or use a layer without running statistics"
             )
-        if found.difference > self._tolerance():
+        if found.difference > tolerance(self._model):
             raise InteractionError(
                 f"samples interact in {call}: run again on a few samples of the batch, their outputs changed by "
                 f"{found.difference:.2g} of the largest, though their inputs did not. One example would have moved the "
                 f"gradients of others, which clipping does not bound. Look for statistics of the batch, detached or not"
             )
         return True
-
-    def _tolerance(self) -> float:
-        """For rounding, which differs with the batch size; coarse if anything is kept in half precision."""
-        dtypes = {t.dtype for t in [*self._model.parameters(), *self._model.buffers()] if t.is_floating_point()}
-        if torch.is_autocast_enabled():
-            return _COARSE
-        return max((_TOLERANCE.get(dtype, _COARSE) for dtype in dtypes), default=_TOLERANCE[torch.float32])
 
     def _warn(self, calls: list[Call]) -> None:
         if self._silent == _PATIENCE and not self._told:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .sources import Source
+from .sources import Numbers, Source
 
 _BLOCK = 2**16  # numbers at a time: they stay in the cache, and each block has a stream of its own
 _SHARE = 2.0**-12  # what rounding to the grid may add to the sensitivity, relatively
@@ -84,19 +85,31 @@ def add_noise(sums: Sequence[Tensor], scale: Scale, source: Source, step: int, s
 
 def _fill(parts: Sequence[Tensor], scale: Scale, source: Source, step: int, block: int) -> None:
     """NumPy, because its threads are ours: PyTorch would start more inside of each."""
-    noisy = np.empty(sum(len(part) for part in parts))
+    size = sum(len(part) for part in parts)
+    noisy, values = _buffers(size)
+    staged = [part.detach().cpu().numpy() for part in parts]  # the parts themselves, where they are on the CPU
     source.normals(step, block, noisy)
     noisy *= scale.std / scale.grid
     np.rint(noisy, out=noisy)
-    values = np.concatenate([part.numpy(force=True) for part in parts], dtype=np.float64)
-    values *= 1 / scale.grid
+    ends = np.cumsum([len(part) for part in parts]).tolist()
+    for given, end in zip(staged, ends, strict=True):
+        np.multiply(given, 1 / scale.grid, out=values[end - len(given) : end])
     np.rint(values, out=values)
     noisy += values
-    noisy *= scale.grid
-    start = 0
-    for part in parts:
-        part.copy_(torch.from_numpy(noisy[start : start + len(part)]))
-        start += len(part)
+    for part, given, end in zip(parts, staged, ends, strict=True):
+        np.multiply(noisy[end - len(given) : end], scale.grid, out=given, casting="same_kind")
+        if part.device.type != "cpu":
+            part.copy_(torch.from_numpy(given))
+
+
+_kept = threading.local()
+
+
+def _buffers(size: int) -> tuple[Numbers, Numbers]:
+    """This thread's, used again and again: fresh pages would cost more than what is written into them."""
+    if not hasattr(_kept, "buffers"):
+        _kept.buffers = np.empty((2, _BLOCK))
+    return _kept.buffers[0, :size], _kept.buffers[1, :size]
 
 
 def _blocks(flat: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -14,7 +14,7 @@ from .workspace import Workspace
 
 
 class Rows(Factor):
-    """gradient[b][ids[b, t]] += dy[b, t], for ids (B, T) and dy (B, T, *row) of a table (V, *row); id -1 is skipped."""
+    """gradient[b, ids[b, t]] += dy[b, t], for ids (B, T) and dy (B, T, *row) of a table (V, *row); id -1 is skipped."""
 
     __slots__ = ("dy", "ids", "size")
 

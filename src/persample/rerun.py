@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..expanded.trees import leaves, tree_map
+from .expanded.trees import leaves, tree_map
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _DIMS = (0, 1)  # where samples are looked for
 _FEW = 4
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
+_COARSE = 5e-2
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,14 @@ class Finding:
 
     difference: float
     buffers: tuple[str, ...] = ()
+
+
+def tolerance(model: nn.Module) -> float:
+    """For rounding, which differs with the batch size; coarse if anything is kept in half precision."""
+    dtypes = {t.dtype for t in [*model.parameters(), *model.buffers()] if t.is_floating_point()}
+    if torch.is_autocast_enabled():
+        return _COARSE
+    return max((_TOLERANCE.get(dtype, _COARSE) for dtype in dtypes), default=_TOLERANCE[torch.float32])
 
 
 def compare(call: Call, batch: int) -> Finding | None:

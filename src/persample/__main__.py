@@ -1,0 +1,5 @@
+"""``python -m persample`` is the command ``persample``."""
+
+from .cli import main
+
+main()

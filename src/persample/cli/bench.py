@@ -1,0 +1,45 @@
+"""Timing of small models, or of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..audit import Cost
+from ..audit.costs import measure
+from ..audit.models import MODELS
+from ..audit.problem import first_losses
+from ..audit.spec import load
+from .output import working
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """What one model costs."""
+
+    name: str
+    batch: int
+    parameters: int
+    costs: tuple[Cost, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+def bench_all(
+    specs: Sequence[str], *, batch_size: int | None, device: str | None, repeats: int, seed: int, quiet: bool
+) -> list[Timed]:
+    """Every SPEC or built-in model; all built-in ones if none is given."""
+    found = []
+    names = specs or MODELS
+    with working(len(names), quiet=quiet) as tell:
+        for name in names:
+            tell(name)
+            spec = f"persample.audit.models:{name}" if name in MODELS else name
+            problem = load(spec, batch_size=batch_size, seed=seed, device=device)
+            batch = len(first_losses(problem))
+            trained = sum(p.numel() for p in problem.model.parameters() if p.requires_grad)
+            found.append(Timed(name, batch, trained, measure(problem, repeats)))
+    return found

@@ -1,0 +1,67 @@
+"""Where things are printed: results to stdout, progress and complaints to stderr, JSON and HTML where asked."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+STDOUT = "-"
+WRONG_USE = 2
+
+
+def fail(command: str, message: object) -> NoReturn:
+    """Complain and leave with the code of wrong use."""
+    Console(stderr=True, soft_wrap=True).print(
+        f"[bold red]persample {command}:[/] {escape(str(message))}", highlight=False
+    )
+    raise typer.Exit(WRONG_USE)
+
+
+def check_writable(command: str, *paths: str | None) -> None:
+    """Found out before the work, not after it."""
+    for path in paths:
+        if path is None or path == STDOUT:
+            continue
+        place = Path(path)
+        if place.is_dir():
+            fail(command, f"{path} is a directory: name a file in it")
+        if not place.parent.is_dir():
+            fail(command, f"{path} cannot be written: there is no directory {place.parent}")
+
+
+def write_json(data: Any, path: str) -> None:
+    """To a file, or to stdout for ``-``."""
+    text = json.dumps(data, indent=2, ensure_ascii=False)
+    if path == STDOUT:
+        print(text)
+    else:
+        Path(path).write_text(text + "\n", encoding="utf-8")
+
+
+@contextmanager
+def working(stages: int, *, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """A progress bar on stderr; what the user's code prints goes there, too, so that stdout holds results alone."""
+    columns = (SpinnerColumn(), BarColumn(20), TextColumn("{task.description}"), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with (
+        Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar,
+        redirect_stdout(sys.stderr),
+    ):
+        task = bar.add_task("starting", total=stages)
+        begun = False
+
+        def tell(stage: str) -> None:
+            nonlocal begun
+            bar.update(task, description=stage, advance=1 if begun else 0)
+            begun = True
+
+        yield tell

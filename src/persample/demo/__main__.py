@@ -1,0 +1,7 @@
+"""``python -m persample.demo [--quick] [--out FILE] [--seed N]``."""
+
+import sys
+
+from .command import main
+
+sys.exit(main())

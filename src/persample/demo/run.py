@@ -1,0 +1,94 @@
+"""One run from the data to the report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from .data import Digits, load
+from .findings import Findings, Trained
+from .noise_scale import noise_scale
+from .private import PrivateRun, plan_for, run_privately
+from .progress import Parts
+from .report import render
+from .scores import look_at_all, scores
+from .settings import Settings
+from .training import Epoch, accuracy, build, train
+from .verify import verify
+
+
+def run(settings: Settings, seed: int, out: Path) -> int:
+    """Do everything, write the report, and say where it is; 1 if something differs from the definition."""
+    console = Console()
+    parts = Parts(console)
+    found = find(settings, seed, parts)
+    out.write_text(render(found), encoding="utf-8")
+    summarise(found, console)
+    console.print(f"report: {out.resolve()}", soft_wrap=True, highlight=False)
+    return 0 if found.verdict.ok else 1
+
+
+def find(settings: Settings, seed: int, parts: Parts) -> Findings:
+    """Train, rank, train privately, and check."""
+    torch.manual_seed(seed)
+    digits, model = load(settings.test, settings.flipped, seed), build()
+    steps = settings.epochs * -(-len(digits.x) // settings.batch)
+    with parts.part("training", steps) as advance:
+        epochs = train(model, digits, settings, seed, advance)
+    trained = look_back(epochs, digits, parts)
+    ranked = scores(trained.history, [epoch.lr for epoch in epochs])
+    private = train_for_each_epsilon(digits, settings, seed, parts)
+    with parts.part("checking", 1) as advance:
+        suspects = ranked["influence"].order[: settings.checked]
+        verdict = verify(model, digits.x[suspects], digits.y[suspects], settings.max_norm)
+        advance()
+    return Findings(settings, seed, digits, trained, ranked, private, verdict, parts.seconds)
+
+
+def look_back(epochs: list[Epoch], digits: Digits, parts: Parts) -> Trained:
+    """Every training example's gradient at every checkpoint."""
+    history, exact = [], []
+    with parts.part("looking at gradients", len(epochs)) as advance:
+        for epoch in epochs:
+            evidence, moments = look_at_all(epoch.model, digits)
+            history.append(evidence)
+            exact.append(noise_scale([moments]))
+            advance()
+    last = epochs[-1].model
+    with torch.no_grad():
+        predicted = last(digits.x).argmax(1)
+    right = accuracy(last, digits.test_x, digits.test_y)
+    return Trained(right, predicted, history, exact, [noise_scale(epoch.batches) for epoch in epochs])
+
+
+def train_for_each_epsilon(digits: Digits, settings: Settings, seed: int, parts: Parts) -> list[PrivateRun]:
+    """A private run for each epsilon, all with the same initial weights."""
+    steps = plan_for(settings.epsilons[-1], digits, settings).length
+    with parts.part("private training", steps * len(settings.epsilons)) as advance:
+        return [run_privately(epsilon, digits, settings, seed, advance) for epsilon in settings.epsilons]
+
+
+def summarise(found: Findings, console: Console) -> None:
+    """The main figures, in the terminal."""
+    table = Table(
+        title=f"Precision at k: {found.flips} flipped labels among {len(found.digits.x)}, chance {found.chance:.1%}"
+    )
+    table.add_column("score")
+    for k in found.depths:
+        table.add_column(f"k = {k}", justify="right")
+    for name, score in found.scores.items():
+        table.add_row(score.title, *(f"{p:.1%}" for p in found.precisions(name)))
+    console.print(table)
+    private = ", ".join(f"{r.accuracy:.1%} at epsilon {r.epsilon:g}" for r in found.private)
+    console.print(f"test accuracy: {found.trained.accuracy:.1%}; privately {private}", highlight=False)
+    scale = found.trained.exact
+    console.print(
+        f"gradient noise scale: {scale[0]:.0f} samples after epoch 1, {scale[-1]:.0f} at the end", highlight=False
+    )
+    checked = f"{found.verdict.gradients.batch} samples, largest error {found.verdict.gradients.max_error:.1e}"
+    console.print(
+        f"against the definition: {'all agree' if found.verdict.ok else 'WRONG'} ({checked})", highlight=False
+    )

@@ -1,0 +1,72 @@
+"""How far the gradients of a batch lie apart: the size of each of them, and of their mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..factors import Factor
+from ..kernels.norms import row_norms
+from .base import Call, Reduction
+from .groups import Groups
+from .norms import ParameterNorms
+
+
+@dataclass(frozen=True)
+class Spread:
+    """For P parameters and B samples, in float64."""
+
+    names: tuple[str, ...]
+    norms: Tensor  # (P, B): of every sample's gradient
+    mean_norms: Tensor  # (P,): of the mean over those samples whose gradients of that parameter are finite
+    means: dict[str, Tensor]  # over all samples, of the parameters that the losses reach
+
+    def unbiased(self) -> tuple[Tensor, Tensor]:
+        """(P,) each: the trace of the gradients' covariance, and the squared norm of their expectation.
+
+        With S the mean of n squared norms and G the squared norm of the mean, (S - G) n / (n - 1) and what is left
+        of G without a n-th of it: what the samples' own noise adds to it. NaN for fewer than two samples.
+        """
+        finite = self.norms.isfinite()
+        n = finite.sum(1, dtype=self.norms.dtype)
+        S, G = self.norms.where(finite, 0).square().sum(1) / n, self.mean_norms.square()
+        trace = (S - G).clamp(min=0) * (n / (n - 1))
+        trace[n < 2] = torch.nan
+        return trace, G - trace / n
+
+
+class MeanAndNorms(Reduction):
+    """Norms and mean in one pass through every factor; a `Spread`."""
+
+    passes = 2
+
+    def start(self, call: Call) -> None:
+        self._call, self._norms = call, ParameterNorms(call)
+        self._means: dict[str, Tensor] = {}
+        self._mean_norms: dict[str, Tensor] = {}
+
+    def add(self, name: str, factor: Factor) -> None:
+        self._norms.add(name, factor)
+        mean = self._means[name] = self._mean(factor)
+        size = row_norms(mean.unsqueeze(0))
+        if not size.isfinite():
+            finite = factor.own_norms(self._call.space).isfinite().nonzero().squeeze(1)
+            size = row_norms(self._mean(factor[finite]).unsqueeze(0)) if finite.numel() else torch.full_like(size, 0)
+        self._mean_norms[name] = size.to(self._call.device)
+
+    def _mean(self, factor: Factor) -> Tensor:
+        weights = self._call.zeros(factor.batch) + 1 / factor.batch
+        return factor.weighted_sum(weights.to(factor.device), self._call.space)
+
+    def result(self) -> Spread:
+        call, names = self._call, tuple(self._call.params)
+        norms = self._norms.by_group(Groups.of("parameter", call))
+        sizes = [self._mean_norms[name] if name in self._mean_norms else call.zeros(1) for name in names]
+        return Spread(
+            names,
+            torch.stack([norms[name] for name in names]) if names else call.zeros(0, call.batch),
+            torch.cat(sizes) if names else call.zeros(0),
+            self._means,
+        )

@@ -1,0 +1,1 @@
+"""What is installed, and how it looks from outside."""

@@ -1,0 +1,31 @@
+"""The gallery: every script is listed, and some test runs it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = [path for path in sorted((ROOT / "examples").glob("*.py")) if path.stem != "__init__"]
+PAGE = (ROOT / "docs" / "examples.md").read_text()
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_every_example_is_listed_and_run(script: Path) -> None:
+    assert f"`{script.name}`" in PAGE
+    assert any(f'"{script.stem}' in path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+
+
+@pytest.mark.slow
+def test_the_monitored_run_finds_wrong_labels() -> None:
+    """At least a quarter of the images that stood out; one in ninety is wrong."""
+    command = [sys.executable, str(ROOT / "examples" / "monitored_digits.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"stood out, (\d+)% were mislabelled", done.stdout)
+    assert found
+    assert int(found[1]) >= 25
