@@ -154,7 +154,14 @@ def _private_row(found: Findings, epsilon: float) -> tuple[str, ...]:
     mean, low, high = found.private_accuracy[epsilon]
     clipped, spent = sum(run.clipped for run in runs) / len(runs), max(run.spent for run in runs)
     noise = runs[0].noise_multiplier
-    return f"{epsilon:g}", f"{mean:.1%}", f"{low:.0%}–{high:.0%}", f"{noise:.2f}", f"{clipped:.0%}", f"{spent:.2f}"
+    return (
+        f"{epsilon:g}",
+        f"{mean:.1%}",
+        f"{100 * low:.0f}–{high:.0%}",
+        f"{noise:.2f}",
+        f"{clipped:.0%}",
+        f"{spent:.2f}",
+    )
 
 
 def noise(found: Findings) -> str:
@@ -169,11 +176,11 @@ def noise(found: Findings) -> str:
         "noise",
         "Gradient noise scale",
         paragraph(
-            """tr(Σ) / |G|², the variance of single gradients over the squared norm of their mean, is the batch size up
-            to which larger batches save steps in proportion (McCandlish et al. 2018, the simple noise scale). Norms
-            and mean come from the backward that training makes anyway, so the estimate from batches is nearly free.
-            Both moments are unbiased, and averaged over an epoch before their ratio is taken; the model moves
-            meanwhile, so that the lines need not meet."""
+            """tr(Σ) / |G|², the variance of single gradients over the squared norm of their mean, is about the batch
+            size up to which larger batches save steps in proportion (McCandlish et al. 2018, the simple noise scale). Norms
+            and mean come from the backward that training makes anyway: the estimate from batches needs no other. Both
+            moments are unbiased, and averaged over an epoch before their ratio is taken; the model moves meanwhile, so
+            that the lines need not meet."""
         ),
         '<div class="plots">',
         figure(

@@ -140,6 +140,7 @@ def accuracy_against_epsilon(found: Findings) -> str:
         axes.set_xscale("log")
         axes.set_xticks(epsilons, [f"{epsilon:g}" for epsilon in epsilons])
         axes.minorticks_off()
+        axes.set_ylim(top=1)
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         _legend(axes)
     return drawn.svg
@@ -157,7 +158,7 @@ def noise_over_training(found: Findings) -> str:
             marker="o",
             markersize=4,
             color=SERIES[0],
-            label="all gradients, at its end",
+            label="all gradients, end of epoch",
         )
         axes.plot(
             epochs,
@@ -166,7 +167,7 @@ def noise_over_training(found: Findings) -> str:
             marker="s",
             markersize=4,
             color=SERIES[1],
-            label="its batches alone",
+            label="batches of the epoch",
         )
         axes.axhline(found.settings.batch, color=INK, linewidth=0.8, linestyle=":", label="batch size")
         _logarithmic(axes)
