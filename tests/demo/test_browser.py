@@ -92,6 +92,14 @@ def test_nothing_sticks_out(page: browser.Page, width: int) -> None:
     assert page.ask("document.documentElement.scrollWidth") <= width
 
 
+def test_tables_fit_on_paper(page: browser.Page) -> None:
+    """On A4 with the page's margins; there is no scrolling there."""
+    page.resize(680)
+    page.media(kind="print")
+    assert page.ask("[...document.querySelectorAll('.scroll')].every(e => e.scrollWidth <= e.clientWidth)")
+    page.media()
+
+
 def test_plots_are_readable_on_a_narrow_screen(page: browser.Page) -> None:
     page.resize(360)
     assert min(page.ask(TEXT_SIZES)) >= 9

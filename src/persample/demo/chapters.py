@@ -177,10 +177,10 @@ def noise(found: Findings) -> str:
         "Gradient noise scale",
         paragraph(
             """tr(Σ) / |G|², the variance of single gradients over the squared norm of their mean, is about the batch
-            size up to which larger batches save steps in proportion (McCandlish et al. 2018, the simple noise scale). Norms
-            and mean come from the backward that training makes anyway: the estimate from batches needs no other. Both
-            moments are unbiased, and averaged over an epoch before their ratio is taken; the model moves meanwhile, so
-            that the lines need not meet."""
+            size up to which larger batches save steps in proportion (McCandlish et al. 2018, the simple noise
+            scale). Norms and mean come from the backward that training makes anyway: the estimate from batches
+            needs no other. Both moments are unbiased, and averaged over an epoch before their ratio is taken; the
+            model moves meanwhile, so that the lines need not meet."""
         ),
         '<div class="plots">',
         figure(
