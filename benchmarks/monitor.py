@@ -1,8 +1,10 @@
 """`make bench-monitor`: what `ps.Monitor` adds to a training loop, as a table in docs/monitor.md and as JSON.
 
-Blocks of steps take turns: plain ones (forward, ``losses.mean().backward()``, gradients let go; no optimizer, which
-would only make the rest look smaller), and the same with a monitor that looks at one step of each block and writes to
-TensorBoard. Every workload has a process of its own.
+A plain step is a forward pass, ``losses.mean().backward()`` and letting go of the gradients; there is no optimizer,
+which would only make the rest look smaller. Plain steps and steps that are logged to TensorBoard take turns: two plain
+ones, of which the second is timed, a logged one, and the plain one after it, which may pay for caches that the logged
+one has filled. What the last two take more than two plain steps, over the time of ten, is the overhead of logging one
+step in ten. Every workload has a process of its own.
 """
 
 from __future__ import annotations
@@ -37,45 +39,53 @@ def plain(losses: Tensor) -> None:
 
 
 def ways(task: Task, folder: str) -> dict[str, Backward]:
-    """How a loop may get its gradients."""
-    first = ps.Monitor(task.model, log=f"{folder}/backward", every=EVERY)
-    second = ps.Monitor(task.model, log=f"{folder}/beside", every=EVERY)
+    """How a loop may get its gradients in a step that is logged."""
+    first = ps.Monitor(task.model, log=f"{folder}/backward", every=1)
+    second = ps.Monitor(task.model, log=f"{folder}/beside", every=1)
 
     def beside(losses: Tensor) -> None:
         second(losses)
         plain(losses)
 
-    return {"plain": plain, "backward": first.backward, "beside": beside}
+    return {"backward": first.backward, "beside": beside}
 
 
-def block(task: Task, backward: Backward) -> float:
-    """Seconds of as many steps as have one that is logged among them."""
+def step(task: Task, backward: Backward) -> float:
+    """Seconds of one step."""
     start = time.perf_counter()
-    for _ in range(EVERY):
-        backward(task.losses())
-        task.model.zero_grad(set_to_none=True)
+    backward(task.losses())
+    task.model.zero_grad(set_to_none=True)
     return time.perf_counter() - start
 
 
+def overhead(task: Task, backward: Backward) -> tuple[float, float]:
+    """Of one round: percent of a loop in which every tenth step is logged, and the plain step in ms."""
+    step(task, plain)
+    bare, logged, after = step(task, plain), step(task, backward), step(task, plain)
+    return 100 * (logged + after - 2 * bare) / (EVERY * bare), 1e3 * bare
+
+
 def measured(name: str, rounds: int, budget: float, threads: int) -> dict[str, Any]:
-    """The overhead of each way in percent, from blocks that take turns."""
+    """The overhead of each way in percent, over rounds in which they take turns."""
     torch.set_num_threads(threads)
-    task, others, seconds = WORKLOADS[name].build(), environment.Others(), dict[str, list[float]]()
+    task, others, found = WORKLOADS[name].build(), environment.Others(), dict[str, list[tuple[float, float]]]()
     with tempfile.TemporaryDirectory() as folder:
         candidates = ways(task, folder)
         for backward in candidates.values():
-            block(task, backward)
+            overhead(task, backward)
         start = time.perf_counter()
         for done in range(rounds):
             if done > 2 and time.perf_counter() - start > budget:
                 break
             for way, backward in candidates.items():
-                seconds.setdefault(way, []).append(block(task, backward))
-    found = {"workload": name, "others": round(others.cores() or 0.0, 2), "rounds": len(seconds["plain"])}
-    found["plain_ms"] = spread([1e3 * t / EVERY for t in seconds["plain"]])
-    for way in WAYS.values():
-        found[way] = spread([100 * (a / b - 1) for a, b in zip(seconds[way], seconds["plain"], strict=True)])
-    return found
+                found.setdefault(way, []).append(overhead(task, backward))
+    return {
+        "workload": name,
+        "others": round(others.cores() or 0.0, 2),
+        "rounds": len(found["backward"]),
+        "plain_ms": spread([ms for rows in found.values() for _, ms in rows]),
+        **{way: spread([percent for percent, _ in rows]) for way, rows in found.items()},
+    }
 
 
 def table(report: dict[str, Any]) -> str:
@@ -96,7 +106,7 @@ def table(report: dict[str, Any]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.monitor", description=__doc__)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=MAIN, metavar="NAME")
-    parser.add_argument("--rounds", type=int, default=15, help="at most")
+    parser.add_argument("--rounds", type=int, default=200, help="at most")
     parser.add_argument("--budget", type=float, default=25.0, help="seconds per workload, after three rounds")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, metavar="PATH")

@@ -25,7 +25,6 @@ LAYERS = [
     "audit",
     "dp",
     "demo",
-    "demo",
     "cli",
 ]  # each may import itself and those before it
 APART = {"graph": "reductions", "expanded": "reductions"}  # but neither way in knows what is asked of it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -424,7 +425,8 @@ def test_writers() -> None:
     writer = FakeWriter()
     record = ps.Monitor(model, log=writer)(model(x).square().sum(1), ids=list("abcd"), step=20)
     assert record is not None
-    assert writer.scalars == {(f"persample/{name}", 20): value for name, value in record.values.items()}
+    named = {name: value for name, value in record.values.items() if not name.startswith("unusual/")}
+    assert writer.scalars == {(f"persample/{name}", 20): value for name, value in named.items()}
     text = writer.texts["persample/unusual", 20]
     assert f"| {record.unusual[0][0]} | {record.unusual[0][1]:.4g} |" in text
     assert "| d | not finite |" in text
@@ -495,3 +497,13 @@ def test_a_training_loop_finds_the_odd_one_out() -> None:
         optimizer.zero_grad()
     assert monitor.last is not None
     assert monitor.last.unusual[0][0] == 7
+
+
+@pytest.mark.slow
+def test_the_example_runs_and_draws(tmp_path: Path) -> None:
+    script, plot = Path(__file__).parents[1] / "examples" / "monitored_digits.py", tmp_path / "monitor.svg"
+    done = subprocess.run([sys.executable, script, "--plot", plot], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "were mislabelled" in done.stdout
+    text = plot.read_text()
+    assert all(title in text for title in ("norms of the gradients", "gradient noise scale", "signal to noise"))

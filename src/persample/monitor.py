@@ -268,7 +268,8 @@ def _call(log: Callable[[Values], object], record: Record, prefix: str) -> None:
 
 def _write(writer: Writer, record: Record, prefix: str) -> None:
     for name, value in record.values.items():
-        writer.add_scalar(prefix + name, value, record.step)
+        if not name.startswith("unusual/"):  # which are in the text, with their names
+            writer.add_scalar(prefix + name, value, record.step)
     lines = [f"| {sample} | {norm:.4g} |" for sample, norm in record.unusual]
     lines += [f"| {sample} | not finite |" for sample in record.nonfinite]
     writer.add_text(f"{prefix}unusual", "\n".join(["| sample | gradient norm |", "|---|---|", *lines]), record.step)

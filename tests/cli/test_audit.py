@@ -132,6 +132,7 @@ def test_what_the_graph_hides_is_unknown() -> None:
     found = report(Hidden(3, 2))
     assert (found.graph.answer, found.rerun.answer, found.exit_code) == ("unknown", "independent", 5)
     assert "OwnLinear" in found.graph.reason
+    assert "independent=True" not in found.graph.reason
     assert found.coverage() == {"fallback": 2}
 
 

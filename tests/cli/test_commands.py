@@ -112,7 +112,7 @@ def test_tables_fit(run: Run, monkeypatch: pytest.MonkeyPatch, columns: int) -> 
 def test_large_models_are_shown_in_part(run: Run) -> None:
     _, out, _ = run("audit", "mine.py:deep", "--repeats", "0")
     assert len(re.findall(r"^ \d+\.(?:weight|bias) ", out, re.MULTILINE)) == 30
-    assert "50 more with smaller errors, all by rule (--all shows them)" in " ".join(out.split())
+    assert "50 more, all exact and by rule (--all shows them)" in " ".join(out.split())
     _, out, _ = run("audit", "mine.py:deep", "--repeats", "0", "--all")
     assert len(re.findall(r"^ \d+\.(?:weight|bias) ", out, re.MULTILINE)) == 80
 

@@ -61,7 +61,7 @@ def test_a_directory_is_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_a_place_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     assert demo.main(["--out", str(tmp_path / "file" / "report.html")]) == 2
-    assert "cannot be written (Not a directory): choose another file" in capsys.readouterr().err
+    assert f"cannot be written (File exists: {tmp_path / 'file'}): choose another file" in capsys.readouterr().err
 
 
 def test_a_file_that_is_not_ours(

@@ -8,10 +8,9 @@ from dataclasses import replace
 from html import escape
 from html.parser import HTMLParser
 
-import pytest
 import torch
 
-from persample.demo import pieces, plots
+from persample.demo import pieces
 from persample.demo.private import train_privately
 from persample.demo.report import render
 from persample.demo.scores import look
@@ -115,8 +114,3 @@ def test_text_is_escaped() -> None:
     assert pieces.paragraph("a < b & c") == "<p>a &lt; b &amp; c</p>"
     assert "&lt;i&gt;" in pieces.table("<i>", ["<i>"], [["<i>", "<i>"]])
     assert "<i>" not in pieces.thumbnail(torch.zeros(8, 8), '"<i>', ["<i>"])
-
-
-@pytest.mark.parametrize(("share", "count", "want"), [(0.5, 100, 0.05), (1.0, 10, 0.0)])
-def test_standard_errors(share: float, count: int, want: float) -> None:
-    assert plots.standard_error(share, count) == pytest.approx(want)

@@ -87,7 +87,7 @@ def test_noise_does_not_depend_on_threads() -> None:
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            found.append(draws(Seeded(0), Scale(1.0, 1.0, 150_000), 1, [(150_000,)]))
+            found.append(draws(Seeded(0), Scale(1.0, 1.0, 600_000), 1, [(600_000,)]))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(*found)

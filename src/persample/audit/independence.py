@@ -36,7 +36,8 @@ def by_graph(losses: Tensor, model: nn.Module, ops: tuple[str, ...]) -> Seen:
     try:
         norms(losses, model, independent=True)
     except InteractionError as error:
-        return Seen("interacting" if error.ops else "unknown", error.ops, str(error))
+        reason = str(error).removesuffix(", or drop independent=True")
+        return Seen("interacting" if error.ops else "unknown", error.ops, reason)
     return Seen("independent", (), "every node keeps samples apart")
 
 

@@ -20,7 +20,9 @@ _STYLES = {"independent": "green", "interacting": "bold red", "unknown": "yellow
 
 def show(report: Report, console: Console, *, all_parameters: bool) -> None:
     """The whole report."""
-    console.print(f"[bold]{escape(report.name)}[/]  {report.batch} samples, losses = {escape(report.how)}")
+    console.print(
+        f"[bold]{escape(report.name)}[/]  {report.batch} samples, losses = {escape(report.how)}", highlight=False
+    )
     console.print(_answers(report))
     console.print(_parameters(report, all_parameters))
     if report.costs:
@@ -65,7 +67,7 @@ def _parameters(report: Report, all_parameters: bool) -> Table:
         made.add_row(escape(p.name), str(p.shape), Text(", ".join(p.handled), fallback), error)
     hidden = len(report.parameters) - len(shown)
     if hidden:
-        made.caption = f"{hidden} more with smaller errors, all by rule (--all shows them)"
+        made.caption = f"{hidden} more, all exact and by rule (--all shows them)"
     return made
 
 

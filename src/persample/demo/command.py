@@ -61,7 +61,7 @@ def _unwritable(path: Path) -> str:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        return f"--out {path} cannot be written ({error.strerror}): choose another file"
+        return f"--out {path} cannot be written ({error.strerror}: {error.filename}): choose another file"
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         return f"--out {path} cannot be written (no permission): choose another file"
     return ""

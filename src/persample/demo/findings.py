@@ -52,6 +52,12 @@ class Findings:
         """How far down the list precision is reported: a page, half of the flips, all of them, twice as many."""
         return [self.settings.shown, self.flips // 2, self.flips, 2 * self.flips]
 
+    @property
+    def private_accuracy(self) -> dict[float, tuple[float, float, float]]:
+        """By epsilon: mean, lowest and highest."""
+        groups = {e: [r.accuracy for r in self.private if r.epsilon == e] for e in self.settings.epsilons}
+        return {e: (sum(group) / len(group), min(group), max(group)) for e, group in groups.items()}
+
     def precisions(self, name: str) -> list[float]:
         """A score's precision at all `depths`."""
         return [precision(self.scores[name].order, self.digits.flipped, k) for k in self.depths]

@@ -61,7 +61,7 @@ def thumbnail(image: Tensor, alt: str, lines: Sequence[str], mark: str = "") -> 
     data = io.BytesIO()
     image = image.repeat_interleave(8, 0).repeat_interleave(8, 1)  # not left to whoever prints it, who would smooth it
     matplotlib.image.imsave(
-        data, image.numpy(), cmap="gray_r", vmin=0, vmax=1, format="png", metadata={"Software": None}
+        data, image.numpy(), cmap="gray_r", vmin=0, vmax=1, format="png", metadata={"Software": "persample"}
     )
     source = base64.b64encode(data.getvalue()).decode()
     said = "".join(f"<span>{escape(line)}</span>" for line in lines)

@@ -6,12 +6,13 @@ import io
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import matplotlib as mpl
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, PercentFormatter
 from torch import Tensor
 
 from .findings import Findings
@@ -20,10 +21,10 @@ from .scores import precision
 # Colours that stand for the page's: each is replaced by a CSS variable when the drawing is done.
 INK, GRID, *SERIES = (f"#01020{i}" for i in range(6))
 VARIABLES = {INK: "currentColor", GRID: "var(--line)"} | {c: f"var(--series-{i})" for i, c in enumerate(SERIES, 1)}
-STYLE = {
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "persample",
-    "font.size": 9,
+    "font.size": 10,
     "text.color": INK,
     "axes.edgecolor": INK,
     "axes.labelcolor": INK,
@@ -36,6 +37,7 @@ STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "legend.frameon": False,
+    "legend.fontsize": 9,
     "savefig.transparent": True,
 }
 SIZE = (4.4, 3.0)  # inches; small, so that text stays readable on a narrow screen
@@ -83,15 +85,23 @@ def norms_over_training(found: Findings) -> str:
     with drawing("norms", "epoch", "gradient norm") as drawn:
         for k, (label, rows) in enumerate((("flipped labels", flipped), ("all others", ~flipped))):
             _band(drawn.axes, norms[:, rows], label, k)
-        drawn.axes.set_yscale("log")
+        _logarithmic(drawn.axes)
         drawn.axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         _legend(drawn.axes)
     return drawn.svg
 
 
+def _logarithmic(axes: Axes) -> None:
+    """With plain numbers: exponents would be too small to read."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
 def _legend(axes: Axes) -> None:
     """Above the drawing, where it covers nothing."""
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, fontsize=8, borderaxespad=0.2)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0.2)
 
 
 def _band(axes: Axes, values: Tensor, label: str, k: int) -> None:
@@ -114,30 +124,26 @@ def precision_curves(found: Findings) -> str:
         axes.axhline(found.chance, color=INK, linewidth=0.8, linestyle=":", label="chance")
         axes.set_ylim(0, 1.02)
         axes.yaxis.set_major_formatter(PercentFormatter(1))
-        axes.legend(fontsize=8, loc="lower left", bbox_to_anchor=(0, 0.05))
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 0.05))
     return drawn.svg
 
 
 def accuracy_against_epsilon(found: Findings) -> str:
-    """A point for every private run, with the standard error of a share of so many test images."""
-    epsilons = [run.epsilon for run in found.private]
-    shares = [run.accuracy for run in found.private]
-    errors = [standard_error(share, len(found.digits.test_y)) for share in shares]
+    """A point for every private run, and a line through their means."""
+    epsilons, means = list(found.settings.epsilons), [mean for mean, _, _ in found.private_accuracy.values()]
     with drawing("private", "epsilon", "test accuracy") as drawn:
         axes = drawn.axes
-        axes.errorbar(epsilons, shares, errors, color=SERIES[0], marker="o", markersize=5, capsize=3, label="private")
+        axes.plot(epsilons, means, color=SERIES[0], label="private, mean")
+        points = [(run.epsilon, run.accuracy) for run in found.private]
+        axes.plot(*zip(*points, strict=True), "o", markersize=4, color=SERIES[0], label="private, each run")
         axes.axhline(found.trained.accuracy, color=SERIES[1], linestyle="--", label="without privacy")
         axes.set_xscale("log")
         axes.set_xticks(epsilons, [f"{epsilon:g}" for epsilon in epsilons])
         axes.minorticks_off()
+        axes.set_ylim(top=1)
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         _legend(axes)
     return drawn.svg
-
-
-def standard_error(share: float, count: int) -> float:
-    """Of a share of ``count`` independent trials."""
-    return (share * (1 - share) / count) ** 0.5
 
 
 def noise_over_training(found: Findings) -> str:
@@ -152,7 +158,7 @@ def noise_over_training(found: Findings) -> str:
             marker="o",
             markersize=4,
             color=SERIES[0],
-            label="all gradients, at its end",
+            label="all gradients, end of epoch",
         )
         axes.plot(
             epochs,
@@ -161,10 +167,10 @@ def noise_over_training(found: Findings) -> str:
             marker="s",
             markersize=4,
             color=SERIES[1],
-            label="its batches alone",
+            label="batches of the epoch",
         )
         axes.axhline(found.settings.batch, color=INK, linewidth=0.8, linestyle=":", label="batch size")
-        axes.set_yscale("log")
+        _logarithmic(axes)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         _legend(axes)
     return drawn.svg

@@ -20,7 +20,7 @@ from .training import accuracy, build
 
 @dataclass(frozen=True)
 class PrivateRun:
-    """A run of its own for every epsilon: noise and length were planned for it."""
+    """One run: noise and length were planned for its epsilon."""
 
     epsilon: float  # promised
     spent: float

@@ -65,10 +65,11 @@ def look_back(epochs: list[Epoch], digits: Digits, parts: Parts) -> Trained:
 
 
 def train_for_each_epsilon(digits: Digits, settings: Settings, seed: int, parts: Parts) -> list[PrivateRun]:
-    """A private run for each epsilon, all with the same initial weights."""
+    """Private runs for each epsilon, the first of each from the same weights as the ordinary training."""
+    wanted = [(epsilon, seed + i) for epsilon in settings.epsilons for i in range(settings.repeats)]
     steps = plan_for(settings.epsilons[-1], digits, settings).length
-    with parts.part("private training", steps * len(settings.epsilons)) as advance:
-        return [run_privately(epsilon, digits, settings, seed, advance) for epsilon in settings.epsilons]
+    with parts.part("private training", steps * len(wanted)) as advance:
+        return [run_privately(epsilon, digits, settings, its_seed, advance) for epsilon, its_seed in wanted]
 
 
 def summarise(found: Findings, console: Console) -> None:
@@ -82,8 +83,9 @@ def summarise(found: Findings, console: Console) -> None:
     for name, score in found.scores.items():
         table.add_row(score.title, *(f"{p:.1%}" for p in found.precisions(name)))
     console.print(table)
-    private = ", ".join(f"{r.accuracy:.1%} at epsilon {r.epsilon:g}" for r in found.private)
-    console.print(f"test accuracy: {found.trained.accuracy:.1%}; privately {private}", highlight=False)
+    console.print(f"test accuracy: {found.trained.accuracy:.1%}", highlight=False)
+    for epsilon, (mean, _, _) in found.private_accuracy.items():
+        console.print(f"    private, epsilon {epsilon:g}: {mean:.1%}", highlight=False)
     scale = found.trained.exact
     console.print(
         f"gradient noise scale: {scale[0]:.0f} samples after epoch 1, {scale[-1]:.0f} at the end", highlight=False

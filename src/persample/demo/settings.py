@@ -20,6 +20,7 @@ class Settings:
     momentum: float = 0.9
     # private training
     epsilons: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0, 8.0)
+    repeats: int = 3  # runs for each epsilon
     delta: float = 1e-5
     private_epochs: int = 25
     private_batch: int = 256
@@ -32,4 +33,4 @@ class Settings:
 
 
 FULL = Settings()
-QUICK = Settings(epochs=3, epsilons=(8.0,), private_epochs=2, accountant="rdp", checked=16)
+QUICK = Settings(epochs=3, epsilons=(8.0,), repeats=1, private_epochs=2, accountant="rdp", checked=16)

@@ -64,7 +64,7 @@ def train(model: nn.Module, digits: Digits, settings: Settings, seed: int, advan
         for rows in torch.randperm(len(digits.x), generator=rng).split(settings.batch):
             found.append(train_step(model, optimizer, digits.x[rows], digits.y[rows], len(digits.x)))
             advance()
-        epochs.append(Epoch(deepcopy(model), scheduler.get_last_lr()[0], found))
+        epochs.append(Epoch(deepcopy(model), optimizer.param_groups[0]["lr"], found))
         scheduler.step()
     return epochs
 
@@ -72,4 +72,4 @@ def train(model: nn.Module, digits: Digits, settings: Settings, seed: int, advan
 @torch.no_grad()
 def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
     """The share of images whose likeliest class is their label."""
-    return (model(x).argmax(1) == y).float().mean().item()
+    return float((model(x).argmax(1) == y).float().mean())

@@ -15,6 +15,7 @@ from torch import Tensor
 from .sources import Numbers, Source
 
 _BLOCK = 2**16  # numbers at a time: they stay in the cache, and each block has a stream of its own
+_FEWEST = 4  # blocks for each thread at least: starting one takes as long as a block
 _SHARE = 2.0**-12  # what rounding to the grid may add to the sensitivity, relatively
 _CLIPPING = 2.0**-13  # how far rounding errors may carry a clipped sum beyond its bound, relatively
 
@@ -74,7 +75,7 @@ def add_noise(sums: Sequence[Tensor], scale: Scale, source: Source, step: int, s
         with torch.no_grad():  # a mode of every thread on its own
             _fill(blocks[block], scale, source, step, stream * _STREAM + block)
 
-    workers = min(torch.get_num_threads(), len(blocks))
+    workers = min(torch.get_num_threads(), len(blocks) // _FEWEST)
     if workers <= 1:
         for block in range(len(blocks)):
             fill(block)
