@@ -17,7 +17,7 @@ help:
 	@echo "make demo      finds wrong labels, trains privately, checks itself; writes build/demo.html (a minute)"
 	@echo "make test      lint, types and tests (what CI runs)"
 	@echo "make test-all  the same with the slow tests"
-	@echo "make bench     the benchmarks (5 minutes); make bench-expanded: against PyTorch's expanded weights"
+	@echo "make bench     the benchmarks (8 minutes); make bench-expanded: against PyTorch's expanded weights"
 	@echo "make bench-private                private training steps beside Opacus, part of make bench (2 minutes)"
 	@echo "make bench-peers, bench-scaling   against Opacus, BackPACK, torch.func; how cost grows (10 minutes each)"
 	@echo "make bench-parts                  what the time of ps.norms is made of (2 minutes)"
