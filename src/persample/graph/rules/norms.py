@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ...factors import Dense, Factor
 from ...kernels.norms import wide
-from ...kernels.pages import recycled
 from ..flows.fibres import BATCH_NORMS, normalises_batch
 from ..lanes import sum_per_sample
 from ..layout import Shape, carry
@@ -66,24 +65,22 @@ def _rows_scaled(use: Use, rows: Tensor, rstd: Tensor) -> Factor | None:
 
 @rule("NativeGroupNorm")
 def group_norm(use: Use) -> Factor | None:
-    """x̂ normalised over each group of channels: Σ g x̂ = (Σ g x - mean Σ g) · rstd, positions summed first."""
+    """By PyTorch's own kernel. It sums over a batch, not over channels: samples become channels of one image."""
     if use.k == 0:
         return None
-    site = use.site
+    site, size, dtype = use.site, use.g.shape[:2], wide(use.g.dtype)
     if "sums" not in site.memo:
-        size, dtype = (*use.g.shape[:2], prod(use.g.shape[2:])), wide(use.g.dtype)
-        g, x = (t.to(dtype).reshape(size) for t in (use.g, site.tensor("input")))
-        product = torch.mul(g, x, out=recycled(size, dtype, g.device))
-        site.memo["sums"] = product.sum(2), g.sum(2)
-    with_x, value = site.memo["sums"]
-    if use.k == 1:
-        n, channels = value.shape
-        groups = site.number("group")
-        mean, rstd = (site.tensor(name).reshape(n, groups, 1) for name in ("result1", "result2"))
-        with_x, alone = (t.view(n, groups, channels // groups) for t in (with_x, value))
-        value = ((with_x - mean * alone) * rstd).view(n, channels)
-    layout = carry(use.layout, tuple(use.g.shape), tuple(value.shape), (0, 1, *[None] * (use.g.ndim - 2)))
+        g, x = (t.to(dtype).reshape(1, prod(size), -1) for t in (use.g, site.tensor("input")))
+        mean, rstd = (site.tensor(name).to(dtype).reshape(1, -1) for name in ("result1", "result2"))
+        about = 1, *g.shape[1:], rstd.shape[1]
+        found = _group_norm_backward(g, x, mean, rstd, g.new_empty(g.shape[1]), *about, (False, True, True))
+        site.memo["sums"] = found[1], found[2]
+    value = site.memo["sums"][use.k - 1].view(size)
+    layout = carry(use.layout, tuple(use.g.shape), tuple(size), (0, 1, *[None] * (use.g.ndim - 2)))
     return None if layout is None else dense(value.to(site.metadata(use.k).dtype), layout, use.target)
+
+
+_group_norm_backward = torch.ops.aten.native_group_norm_backward
 
 
 @rule(BATCH_NORMS)
