@@ -150,7 +150,7 @@ class PerSampleCall:
         else:
             device = next(iter(params.values())).device
             run, tell_bytes = start(self._reductions, self.module, params, batch, device, self._max_memory)
-            yield Receiver(run.add, tell_bytes)
+            yield Receiver(run.add, tell_bytes, run.add_parts)
             with torch.no_grad():
                 self._results = tuple(r.result() for r in run.reductions)
 

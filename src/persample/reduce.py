@@ -64,7 +64,7 @@ def reduce(
     check_losses(losses)
     with boundary(losses), undisturbed(losses, tensors, last=not retain_graph) as leaves:
         run, tell = start(reductions, params, leaves.full, len(losses), losses.device, max_memory, ranks)
-        capture_into(losses, leaves.full, run.add, retain_graph=retain_graph, independent=independent, tell_bytes=tell)
+        _feed(run, losses, leaves.full, tell, retain_graph=retain_graph, independent=independent)
         with torch.no_grad():
             return tuple(r.result() for r in run.reductions)
 
@@ -110,7 +110,7 @@ def backward(
         if ranks is None:
             _refuse_shards(leaves)
         run, tell = start([reduction], params, leaves.full, len(losses), losses.device, max_memory, ranks)
-        capture_into(losses, leaves.full, run.add, retain_graph=retain_graph, independent=independent, tell_bytes=tell)
+        _feed(run, losses, leaves.full, tell, retain_graph=retain_graph, independent=independent)
         (running,) = run.reductions
         assert isinstance(running, ClippedSum)
         with torch.no_grad():
@@ -123,6 +123,27 @@ def backward(
         for p, total in once.values():
             accumulate(p, total, late_hooks(p))
     return clipping
+
+
+def _feed(
+    run: Run,
+    losses: Tensor,
+    params: Mapping[str, Tensor],
+    tell: Callable[[int], None] | None,
+    *,
+    retain_graph: bool,
+    independent: bool,
+) -> None:
+    """One backward into a run's reductions."""
+    capture_into(
+        losses,
+        params,
+        run.add,
+        retain_graph=retain_graph,
+        independent=independent,
+        tell_bytes=tell,
+        sink_parts=run.add_parts,
+    )
 
 
 def _refuse_shards(leaves: Leaves) -> None:

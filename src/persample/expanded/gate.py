@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .._errors import InteractionError
 from ..factors import Dense, combine
-from ..graph.capture import Sink
+from ..graph.capture import PartsSink, Sink
 from ..graph.entry import Check, capture_from
 from ..graph.plan import plan
 from ..graph.roots import Roots, slot_of
@@ -33,6 +33,7 @@ class Receiver(NamedTuple):
 
     sink: Sink
     tell_bytes: Callable[[int], None] | None = None
+    sink_parts: PartsSink | None = None
 
 
 @dataclass
@@ -149,6 +150,7 @@ class Recording:
             independent=True,
             trust_unseen=True,
             tell_bytes=asked.receiver.tell_bytes,
+            sink_parts=asked.receiver.sink_parts,
             check=None if self.follow else check,
             plain=[slot_of(x) for x in asked.plain],
             tape=self.tape if set(reading.roots.slots) == {slot_of(y) for y in self.outputs} else None,

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from .base import Factor, vanishing
-from .part import Part
 from .workspace import Workspace
 
 _SMALL = 2**17  # bytes; of larger factors, a copy costs more than it saves
@@ -22,9 +21,6 @@ def family(factor: Factor) -> Hashable:
 
 def find_norms(group: Sequence[Factor], space: Workspace) -> Tensor:
     """(n, B): the norms of n factors of one family, only to be read; each factor knows its own from now on."""
-    first = group[0]
-    if isinstance(first, Part) and [part.place for part in group if isinstance(part, Part)] == list(range(first.count)):
-        return first.whole.own_norms(space).view(first.count, first.batch)
     unknown = list({id(factor): factor for factor in group if not factor.knows_norms}.values())
     if len(unknown) > 1:
         unknown[0].share_norms(unknown, space)

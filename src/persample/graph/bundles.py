@@ -7,7 +7,8 @@ saved are concatenated, and one rule makes the factor of all their parameters, o
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from ..factors import Factor
+from .gather import Watch
 from .layout import Block
 from .notes import unnoted
 from .plan import Plan, Route
@@ -24,7 +26,7 @@ from .pullback import lifted
 from .rules import RULES, Use
 from .saved import has, in_checkpoint, metadata, tensor, value
 from .site import Sites
-from .tape import op_name
+from .tape import Slot, op_name
 
 _NORM = ("input", "result1", "result2")
 # Ops whose rules treat rows apart from one another: what each output reads row by row, and what must be the same.
@@ -50,6 +52,7 @@ class Bundle:
     nodes: tuple[Node, ...]
     layout: Block  # of the cotangents of one node
     routes: Mapping[int, tuple[Route, ...]]
+    watch: Watch
     kept: Sequence[Saved] = ()  # what every node has saved that will be needed, as the backward lets go of it
 
     def renamed(self, names: Any) -> Bundle:
@@ -58,7 +61,7 @@ class Bundle:
             k: tuple([(tuple([names[view] for view in views]), names[leaf]) for views, leaf in ways])
             for k, ways in self.routes.items()
         }
-        return Bundle(tuple([names[node] for node in self.nodes]), self.layout, routes)
+        return Bundle(tuple([names[node] for node in self.nodes]), self.layout, routes, self.watch)
 
     @property
     def called(self) -> list[Node]:
@@ -80,17 +83,12 @@ class Bundle:
         self.kept = kept  # type: ignore[assignment]
         return plain and not kinds
 
-    def room(self) -> Tensor:
-        """(n, *shape) for the cotangents of all nodes: copied, because others may change theirs in place later on."""
-        about = metadata(self.nodes[0])[0]
-        return torch.empty((len(self.nodes), *about.shape), dtype=about.dtype, device=about.device)
-
-    def factors(self, sites: Sites, cotangents: Tensor, kept: Sequence[Saved]) -> dict[int, Factor]:
-        """For every output, one factor with the samples of all nodes that got a cotangent."""
-        site = sites[self.nodes[0]]
+    def factors(self, sites: Sites, cotangents: Mapping[int, Tensor]) -> dict[int, Factor]:
+        """For every output, one factor with the samples of all nodes that got a cotangent, by their places."""
+        site, kept = sites[self.nodes[0]], [self.kept[i] for i in cotangents]
         site.recomputed = {name: torch.cat([one[name] for one in kept]) for name in kept[0]}
         layout = Block(len(cotangents) * self.layout.batch, self.layout.inner)
-        g, found = cotangents.flatten(0, 1), {}
+        g, found = torch.cat(list(cotangents.values())), {}
         for k, routes in self.routes.items():
             factor = RULES[site.name](Use(site, k, (g,), (layout,), layout.batch))
             for view in routes[0][0]:
@@ -102,8 +100,11 @@ class Bundle:
         return found
 
 
-def bundle_up(plan: Plan) -> None:
-    """Take the frontier nodes that the engine passes, and that are like one another, out of a plan and into bundles."""
+def bundle_up(plan: Plan, roots: Iterable[Slot]) -> None:
+    """Take the frontier nodes that the engine passes, and that are like one another, out of a plan and into bundles.
+
+    The backward starts at ``roots``.
+    """
     if plan.activations > _MOST:
         return
     alike: dict[Hashable, list[Node]] = {}
@@ -111,7 +112,9 @@ def bundle_up(plan: Plan) -> None:
         kind = _kind(plan, node)
         if kind is not None:
             alike.setdefault(kind, []).append(node)
-    bundles = [_bundle(plan, nodes) for nodes in alike.values() if len(nodes) > 1]
+    above = Counter([slot for edges in plan.tape.edges.values() for slot in edges])
+    above.update(roots)
+    bundles = [_bundle(plan, nodes, above) for nodes in alike.values() if len(nodes) > 1]
     plan.bundles = [bundle for bundle in bundles if bundle.read()]
     taken = {node for bundle in plan.bundles for node in bundle.nodes}
     plan.hooked = [node for node in plan.hooked if node not in taken]
@@ -119,11 +122,12 @@ def bundle_up(plan: Plan) -> None:
     plan.direct = {use: route for use, route in plan.direct.items() if use[0] not in taken}
 
 
-def _bundle(plan: Plan, nodes: list[Node]) -> Bundle:
+def _bundle(plan: Plan, nodes: list[Node], above: Mapping[Slot | None, int]) -> Bundle:
     layout = plan.map.cotangents[nodes[0], 0]
     assert isinstance(layout, Block)
     outputs = plan.frontier[nodes[0]]
-    return Bundle(tuple(nodes), layout, {k: tuple([plan.direct[node, k] for node in nodes]) for k in outputs})
+    routes = {k: tuple([plan.direct[node, k] for node in nodes]) for k in outputs}
+    return Bundle(tuple(nodes), layout, routes, Watch({i for i, node in enumerate(nodes) if above[node, 0] == 1}))
 
 
 def _kind(plan: Plan, node: Node) -> Hashable:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 from weakref import ref
 
 import torch
@@ -22,6 +23,7 @@ from . import saved
 from .bundles import Bundle
 from .custom import taught
 from .fallback import push_masked
+from .gather import Gathering
 from .invoke import call, is_opaque, sum_to
 from .layout import Layout, labels
 from .plan import Plan, Route
@@ -33,16 +35,31 @@ from .site import Flow, Site
 from .tape import Slot, is_leaf
 
 Sink = Callable[[str, Factor], None]  # called once per parameter that the losses reach
+PartsSink = Callable[[Sequence[str], Factor], None]  # for parameters whose samples are one after another in a factor
+
+
+class _Cotangents(NamedTuple):
+    """What one backward has brought."""
+
+    requested: dict[Slot, Tensor]
+    bundled: Sequence[Mapping[int, Tensor]]  # by bundle, and by place in it
 
 
 class Capture:
     """The state of one backward."""
 
     def __init__(
-        self, plan: Plan, roots: Roots, params: Mapping[str, Tensor], sink: Sink, plain: Sequence[Slot] = ()
+        self,
+        plan: Plan,
+        roots: Roots,
+        params: Mapping[str, Tensor],
+        sink: Sink,
+        plain: Sequence[Slot] = (),
+        sink_parts: PartsSink | None = None,
     ) -> None:
         self.plan, self.tape, self.map, self.roots = plan, plan.tape, plan.map, roots
         self.sink = sink
+        self.sink_parts = sink_parts or self._sink_each
         self.plain = plain  # where ordinary gradients are wanted
         self.gradients: tuple[Tensor | None, ...] = (None,) * len(plain)  # what was found there
         self.names: dict[int, list[str]] = {}
@@ -60,28 +77,27 @@ class Capture:
 
     def run(self, retain_graph: bool) -> None:
         """Run the backward; the sink has got every factor when it returns."""
-        bundled = [(bundle, bundle.room()) for bundle in self.plan.bundles]
-        for bundle, _ in bundled:
+        for bundle in self.plan.bundles:
             self._rely_on([t for kept in bundle.kept for t in kept.values()])
-        arrived: set[Node] = set()  # bundled nodes that got a cotangent
+        gathered = [Gathering(bundle.nodes, bundle.watch) for bundle in self.plan.bundles]
         handles = [node.register_prehook(partial(self._consume, node)) for node in self.plan.hooked]
-        for bundle, room in bundled:
-            for node, place in zip(bundle.nodes, room.unbind(0), strict=True):
-                handles.append(node.register_prehook(partial(_copy, node, place, arrived)))
+        for gathering in gathered:
+            handles += gathering.hook()
         try:
-            cotangents = self._backward(retain_graph)
+            cotangents = self._backward(gathered, retain_graph)
         finally:
             for handle in handles:
                 handle.remove()
         self._check_unchanged()
         left = [*self.pending, *[node for node in self.plan.rest if node not in self.done and not is_leaf(node)]]
         with torch.no_grad():
-            for bundle, room in bundled:
-                self._untie(bundle, room, [i for i, node in enumerate(bundle.nodes) if node in arrived])
+            for bundle, found in zip(self.plan.bundles, cotangents.bundled, strict=True):
+                self._untie(bundle, found)
             if any(saved.in_checkpoint(node) for node in left):
-                saved.in_own_task(lambda: self._finish(cotangents))  # one recomputation of each region for all of them
+                # one recomputation of each region for all of them
+                saved.in_own_task(lambda: self._finish(cotangents.requested))
             else:
-                self._finish(cotangents)
+                self._finish(cotangents.requested)
 
     def _rely_on(self, tensors: Sequence[Tensor]) -> None:
         """These are to stay as they are until the backward is over, or nobody has them any more.
@@ -100,23 +116,20 @@ class Capture:
                     f"backward, by a hook or a custom Function: let it work on a copy"
                 )
 
-    def _untie(self, bundle: Bundle, room: Tensor, there: Sequence[int]) -> None:
+    def _untie(self, bundle: Bundle, cotangents: Mapping[int, Tensor]) -> None:
         """The factors of a bundle's parameters, those whose nodes got a cotangent."""
-        if not there:
-            return
-        cotangents = room if len(there) == len(room) else room[list(there)]
-        found = bundle.factors(self.map.sites, cotangents, [bundle.kept[i] for i in there])
-        for k, factor in found.items():
-            for part, i in zip(Part.all_of(factor, len(there)), there, strict=True):
-                self._deliver(bundle.routes[k][i][1], part)
+        if cotangents:
+            for k, factor in bundle.factors(self.map.sites, cotangents).items():
+                self._deliver_parts([bundle.routes[k][i][1] for i in cotangents], factor)
 
-    def _backward(self, retain_graph: bool) -> dict[Slot, Tensor]:
-        requested = self.plan.requested
-        if not requested and not self.plain:
-            return {}
-        grads = self.roots.backward([*requested, *self.plain], retain_graph=retain_graph)
-        self.gradients = grads[len(requested) :]
-        return {slot: g for slot, g in zip(requested, grads, strict=False) if g is not None}
+    def _backward(self, gathered: Sequence[Gathering], retain_graph: bool) -> _Cotangents:
+        requested, parts = self.plan.requested, [gathering.requested for gathering in gathered]
+        every = [*requested, *[slot for part in parts for slot in part], *self.plain]
+        grads = iter(self.roots.backward(every, retain_graph=retain_graph) if every else ())
+        found = {slot: g for slot, g in zip(requested, grads, strict=False) if g is not None}
+        bundled = [gathering.end([next(grads) for _ in part]) for gathering, part in zip(gathered, parts, strict=True)]
+        self.gradients = tuple(grads)
+        return _Cotangents(found, bundled)
 
     def _take_requested(self, cotangents: dict[Slot, Tensor]) -> None:
         for slot, g in cotangents.items():
@@ -306,18 +319,25 @@ class Capture:
             self._check_unchanged()
         return combine(terms)
 
+    def _sink_each(self, names: Sequence[str], whole: Factor) -> None:
+        for name, part in zip(names, Part.all_of(whole, len(names)), strict=True):
+            self.sink(name, part)
+
+    def _deliver_parts(self, leaves: Sequence[Node], whole: Factor) -> None:
+        """Parameters whose samples are one after another in a factor: at once, if each of them has one name."""
+        names = [self.names[id(self.tape.leaves[leaf])] for leaf in leaves]
+        if all(len(each) == 1 for each in names):
+            self.done.update(leaves)
+            self.sink_parts([name for (name,) in names], whole)
+        else:
+            for leaf, part in zip(leaves, Part.all_of(whole, len(leaves)), strict=True):
+                self._deliver(leaf, part)
+
     def _deliver(self, leaf: Node, factor: Factor | None) -> None:
         self.done.add(leaf)
         if factor is not None:
             for name in self.names[id(self.tape.leaves[leaf])]:
                 self.sink(name, factor)
-
-
-def _copy(node: Node, place: Tensor, arrived: set[Node], grads: Sequence[Tensor | None]) -> None:
-    """Keep the cotangent of a bundled node."""
-    if grads[0] is not None:
-        place.copy_(grads[0])
-        arrived.add(node)
 
 
 def _masked(value: Tensor, layout: Layout) -> Factor:

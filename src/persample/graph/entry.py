@@ -16,7 +16,7 @@ from torch.autograd.graph import Node
 from .._errors import InteractionError, PerformanceWarning, UnsupportedError
 from ..factors import Dense, Factor, Masked
 from .bundles import bundle_up
-from .capture import Capture, Sink
+from .capture import Capture, PartsSink, Sink
 from .custom import taught
 from .interaction import interactions
 from .invoke import is_opaque
@@ -45,10 +45,12 @@ def capture_into(
     retain_graph: bool,
     independent: bool = False,
     tell_bytes: Callable[[int], None] | None = None,
+    sink_parts: PartsSink | None = None,
 ) -> None:
     """Hand the factor of every parameter that the losses reach to ``sink``, as soon as it is complete.
 
-    ``tell_bytes`` is told before, about how much memory the forward pass has kept.
+    ``tell_bytes`` is told before, about how much memory the forward pass has kept. ``sink_parts`` is given parameters
+    whose factors were made together, if it is there.
     """
     if not len(losses) or not params:
         return
@@ -61,7 +63,15 @@ def capture_into(
         if roots.batch == 1:
             _one_sample(roots, params, sink, retain_graph)
         else:
-            capture_from(roots, params, sink, retain_graph=retain_graph, independent=independent, tell_bytes=tell_bytes)
+            capture_from(
+                roots,
+                params,
+                sink,
+                retain_graph=retain_graph,
+                independent=independent,
+                tell_bytes=tell_bytes,
+                sink_parts=sink_parts,
+            )
 
 
 def capture_from(
@@ -73,6 +83,7 @@ def capture_from(
     independent: bool = False,
     trust_unseen: bool = False,
     tell_bytes: Callable[[int], None] | None = None,
+    sink_parts: PartsSink | None = None,
     check: Check | None = None,
     plain: Sequence[Slot] = (),
     tape: Tape | None = None,
@@ -90,7 +101,7 @@ def capture_from(
         _refuse_unseen(found.tape)
     if tell_bytes is not None:
         tell_bytes(found.activations * roots.itemsize)
-    running = Capture(found, roots, params, sink, plain)
+    running = Capture(found, roots, params, sink, plain, sink_parts)
     running.run(retain_graph)
     # Where samples interact, it has been said that everything below is slow.
     notes = running.slow if meeting else {**running.slow, **running.slow_below}
@@ -119,7 +130,7 @@ def planned(
         _refuse_module_hooks(found)
         meeting = interactions(found.tape, found.map)
         if not meeting:
-            bundle_up(found)
+            bundle_up(found, roots.slots)
     if check is not None and not meeting:
         check.test(found)
     if seen is not None and not meeting:

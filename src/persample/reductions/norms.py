@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -30,6 +31,9 @@ class Norms(Reduction):
 
     def add(self, name: str, factor: Factor) -> None:
         self._found.add(name, factor)
+
+    def add_parts(self, names: Sequence[str], whole: Factor) -> None:
+        self._found.add_parts(names, whole)
 
     def result(self) -> Any:
         call = self._groups.call
@@ -61,12 +65,18 @@ class ParameterNorms:
             self._waiting.setdefault(kind, []).append((name, factor))
             self._bytes += size
 
+    def add_parts(self, names: Sequence[str], whole: Factor) -> None:
+        """Those that have found each other already."""
+        self._keep(names, whole.measured.own_norms(self._call.space).view(len(names), self._call.batch))
+
     def _find(self, factors: Sequence[tuple[str, Factor]]) -> None:
         """The norms of one family."""
         found = find_norms([factor for _, factor in factors], self._call.space)
-        self._found.append(found.to(self._call.device))
-        for name, _ in factors:
-            self._rows[name] = len(self._rows)
+        self._keep([name for name, _ in factors], found)
+
+    def _keep(self, names: Sequence[str], norms: Tensor) -> None:
+        self._found.append(norms.to(self._call.device))
+        self._rows.update(zip(names, count(len(self._rows)), strict=False))
 
     def by_group(self, groups: Groups) -> Mapping[Hashable, Tensor]:
         """(B,) in float64 for every group."""

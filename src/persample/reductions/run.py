@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 
-from ..factors import Dense, Factor, Part
+from ..factors import Dense, Factor
 from ..kernels.pages import recycled
 from .base import Call, Reduction
 
@@ -18,7 +18,6 @@ class Run:
         self.call = call
         self._space = call.space
         self._written = 0  # bytes that are kept
-        self._whole: tuple[Factor, Factor] | None = None  # of the last part, as it came and settled
         self._reused = sum(r.passes for r in reductions) > 1
         self._kept = any(r.keeps_factors for r in reductions)
         for reduction in self.reductions:
@@ -26,16 +25,15 @@ class Run:
 
     def add(self, name: str, factor: Factor) -> None:
         """A parameter's factor is complete."""
-        factor = self._settled_part(factor) if isinstance(factor, Part) else self._settled(factor)
+        factor = self._settled(factor)
         for reduction in self.reductions:
             reduction.add(name, factor)
 
-    def _settled_part(self, part: Part) -> Factor:
-        """All parts of a whole are settled with it."""
-        if self._whole is None or self._whole[0] is not part.whole:
-            self._whole = part.whole, self._settled(part.whole)
-        settled = self._whole[1]
-        return part if settled is part.whole else part.of(settled)
+    def add_parts(self, names: Sequence[str], whole: Factor) -> None:
+        """A factor of several parameters is complete: their samples are one after another."""
+        whole = self._settled(whole)
+        for reduction in self.reductions:
+            reduction.add_parts(names, whole)
 
     def _settled(self, factor: Factor) -> Factor:
         """The factor in the form that is best asked several times, and kept."""
