@@ -122,13 +122,14 @@ class Outer(Factor):
     def _product_norms(self) -> Tensor:
         """One position: ‖l ⊗ r‖ = ‖l‖‖r‖, and the groups' norms together."""
         left, right = (t.reshape(-1, t.shape[-1]) for t in (self.left, self.right))
-        each = row_norms(left) * row_norms(right) * abs(self.scale)
+        each = row_norms(left).mul_(row_norms(right))
+        if self.scale != 1.0:
+            each *= abs(self.scale)
         most = torch.finfo(self.dtype).max
         if bool((each > most).any()):  # infinite where an element is too large for the gradients' dtype
             largest = left.abs().amax(1).to(each) * right.abs().amax(1).to(each) * abs(self.scale)
             each = each.masked_fill(largest > most, float("inf"))
-        groups = each.view(self.batch, -1)
-        return groups.squeeze(1) if groups.shape[1] == 1 else row_norms(groups)
+        return each if self.left.ndim == 3 else row_norms(each.view(self.batch, -1))
 
     def _gram_norms(self, space: Workspace) -> Tensor:
         dtype, T, groups = wide(self.dtype), self.positions, prod(self.left.shape[1:-2])

@@ -21,6 +21,8 @@ def family(factor: Factor) -> Hashable:
 
 def find_norms(group: Sequence[Factor], space: Workspace) -> Tensor:
     """(n, B): the norms of n factors of one family, only to be read; each factor knows its own from now on."""
+    if len(group) == 1:
+        return group[0].own_norms(space).unsqueeze(0)
     unknown = list({id(factor): factor for factor in group if not factor.knows_norms}.values())
     if len(unknown) > 1:
         unknown[0].share_norms(unknown, space)

@@ -68,20 +68,33 @@ class Bundle:
         """The nodes that stand for the others like them."""
         return [self.nodes[0], *[view for routes in self.routes.values() for view in routes[0][0]]]
 
-    def read(self) -> bool:
-        """Keep what the nodes have saved; False if it is not alike."""
+    def read(self) -> None:
+        """Keep what the nodes have saved."""
         reads = _ROWWISE[op_name(self.nodes[0])][0]
         names = dict.fromkeys([name for k in self.routes for name in reads[k]])
         with unnoted():
-            kept = [{name: tensor(node, name) for name in names} for node in self.nodes]
+            self.kept = [{name: tensor(node, name) for name in names} for node in self.nodes]  # type: ignore[misc]
+
+    def is_alike(self) -> bool:
+        """Is all that was kept of one kind, and that of the cotangents?"""
         kinds = {
             (about.dtype, about.device, *[None if t is None else (t.dtype, t.device, t.shape) for t in one.values()])
-            for one, (about, *_) in zip(kept, map(metadata, self.nodes), strict=True)
+            for one, (about, *_) in zip(self.kept, map(metadata, self.nodes), strict=True)
         }
         first = kinds.pop()
-        plain = None not in first and not first[0].is_complex and all(kind[:2] == first[:2] for kind in first[2:])
-        self.kept = kept  # type: ignore[assignment]
-        return plain and not kinds
+        return (
+            None not in first
+            and not first[0].is_complex
+            and all(kind[:2] == first[:2] for kind in first[2:])
+            and not kinds
+        )
+
+    def is_as_planned(self) -> bool:
+        """The same, if it was so in a graph like this one.
+
+        What a product has saved follows from its weight and its cotangent, both of which are as they were then.
+        """
+        return op_name(self.nodes[0]) in ("Mm", "Addmm") or self.is_alike()
 
     def factors(self, sites: Sites, cotangents: Mapping[int, Tensor]) -> dict[int, Factor]:
         """For every output, one factor with the samples of all nodes that got a cotangent, by their places."""
@@ -115,7 +128,9 @@ def bundle_up(plan: Plan, roots: Iterable[Slot]) -> None:
     above = Counter([slot for edges in plan.tape.edges.values() for slot in edges])
     above.update(roots)
     bundles = [_bundle(plan, nodes, above) for nodes in alike.values() if len(nodes) > 1]
-    plan.bundles = [bundle for bundle in bundles if bundle.read()]
+    for bundle in bundles:
+        bundle.read()
+    plan.bundles = [bundle for bundle in bundles if bundle.is_alike()]
     taken = {node for bundle in plan.bundles for node in bundle.nodes}
     plan.hooked = [node for node in plan.hooked if node not in taken]
     plan.frontier = {node: outputs for node, outputs in plan.frontier.items() if node not in taken}

@@ -59,7 +59,7 @@ class Capture:
     ) -> None:
         self.plan, self.tape, self.map, self.roots = plan, plan.tape, plan.map, roots
         self.sink = sink
-        self.sink_parts = sink_parts or self._sink_each
+        self.sink_parts = sink_parts
         self.plain = plain  # where ordinary gradients are wanted
         self.gradients: tuple[Tensor | None, ...] = (None,) * len(plain)  # what was found there
         self.names: dict[int, list[str]] = {}
@@ -319,14 +319,10 @@ class Capture:
             self._check_unchanged()
         return combine(terms)
 
-    def _sink_each(self, names: Sequence[str], whole: Factor) -> None:
-        for name, part in zip(names, Part.all_of(whole, len(names)), strict=True):
-            self.sink(name, part)
-
     def _deliver_parts(self, leaves: Sequence[Node], whole: Factor) -> None:
         """Parameters whose samples are one after another in a factor: at once, if each of them has one name."""
         names = [self.names[id(self.tape.leaves[leaf])] for leaf in leaves]
-        if all(len(each) == 1 for each in names):
+        if self.sink_parts is not None and all(len(each) == 1 for each in names):
             self.done.update(leaves)
             self.sink_parts([name for (name,) in names], whole)
         else:

@@ -77,7 +77,7 @@ def outline(
         key.append(kind)
         if form is _LEAF:
             variable = leaf_of(node)
-            key += (whose.get(id(variable)), variable.shape, variable.dtype)
+            key += (whose.get(id(variable)), variable.shape, variable.dtype, variable.device)
             continue
         for child, nr in node.next_functions:
             if child is None:
@@ -114,7 +114,9 @@ def recall(seen: Outline) -> Plan | None:
         return None
     plan = _renamed(known.plan, seen.nodes)
     plan.tape.leaves = {node: leaf_of(node) for node in plan.tape.leaves}
-    return plan if all(bundle.read() for bundle in plan.bundles) else None
+    for bundle in plan.bundles:
+        bundle.read()
+    return plan if all(bundle.is_as_planned() for bundle in plan.bundles) else None
 
 
 def remember(seen: Outline, plan: Plan, notes: Notes) -> None:
