@@ -1,8 +1,6 @@
-"""Cotangents that the engine returns instead of having them copied: only if nobody changes them."""
+"""Cotangents that are taken as they are instead of being copied: only if nobody changes them."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import pytest
 import torch
@@ -15,16 +13,16 @@ from tests.reference import assert_same, definition
 
 
 @pytest.fixture
-def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The places of cotangents that were copied."""
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many cotangents every gathering copied."""
     seen: list[int] = []
-    arrive = Gathering._arrive
+    end = Gathering.end
 
-    def noted(self: Gathering, place: int, grads: Sequence[Tensor | None]) -> None:
-        seen.append(place)
-        arrive(self, place, grads)
+    def noted(self: Gathering) -> dict[int, Tensor]:
+        seen.append(len(self._copies))
+        return end(self)
 
-    monkeypatch.setattr(Gathering, "_arrive", noted)
+    monkeypatch.setattr(Gathering, "end", noted)
     return seen
 
 
@@ -39,26 +37,40 @@ def chain(ws: list[Tensor]) -> Tensor:
     return h.square().mean(1)
 
 
-def test_only_the_first_backward_copies(copied: list[int]) -> None:
+def test_only_the_first_backward_copies(copies: list[int]) -> None:
     ws = weights()
-    for expected in (4, 0, 0):
-        copied.clear()
+    for _ in range(3):
         losses = chain(ws)
         want = definition(losses, ws)
         assert_same(ps.grad(losses, ws), want)
-        assert len(copied) == expected
+    assert copies == [4, 0, 0]
 
 
-def test_sums_are_always_copied(copied: list[int]) -> None:
-    """The engine may have made them in place, and then not the next time."""
+def test_sums_that_the_engine_makes_in_place(copies: list[int]) -> None:
+    """The output of the first norm goes two ways, and another one comes to it every time."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True).double()
     for turn in range(4):
-        copied.clear()
         losses = layer(data(4, 5, 4)).square().sum((1, 2))
         want = definition(losses, layer)
         assert_same(ps.grad(losses, layer, retain_graph=turn % 2 == 0), want)
-        assert len(copied) == (1 if turn else 2)  # the first norm feeds the second half, and what goes past it
+    assert copies == [2, 0, 0, 0]
+
+
+@pytest.mark.parametrize("from_turn", [0, 1, 3])
+def test_a_hook_on_the_result_of_a_layer(from_turn: int) -> None:
+    """What the layer gets is what the hook returns."""
+    ws = weights()
+    for turn in range(5):
+        h = data(3, 4)
+        for i, w in enumerate(ws):
+            y = h @ w
+            if turn >= from_turn:
+                y.register_hook(lambda g, i=i: g * (i + 1))
+            h = y.tanh()
+        losses = h.square().mean(1)
+        want = definition(losses, ws)
+        assert_same(ps.grad(losses, ws), want)
 
 
 @pytest.mark.parametrize("from_turn", [0, 1, 3])

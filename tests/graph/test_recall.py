@@ -12,9 +12,11 @@ from torch import Tensor
 
 import persample as ps
 from persample.graph import recall
+from persample.graph.layout import Shape
+from persample.graph.tape import op_name, walk
 from tests.cases import CASES, Case
 from tests.graph.look_alikes import LOOK_ALIKES, N, Program, check, data, is_recalled, leaf, look, nothing_remembered  # noqa: F401
-from tests.reference import Params, assert_same, definition
+from tests.reference import Params, assert_same, definition, named
 
 BATCHED = [case for case in CASES if max(case.batches) > 1]
 FEW = BATCHED[::5]
@@ -52,6 +54,24 @@ def test_every_fifth_case_with_other_numbers() -> None:
 @pytest.mark.parametrize("case", [case for case in BATCHED if case not in FEW], ids=str)
 def test_other_cases_with_other_numbers(case: Case) -> None:
     recalled_in_turn(case)
+
+
+# --- shapes that are not read ---
+
+
+def test_shapes_that_are_said_to_follow_from_others_do() -> None:
+    """In all cases: an op with operands of the same shapes has results of the same shapes."""
+    found: dict[tuple[object, ...], set[tuple[Shape, ...]]] = {}
+    for case in CASES:
+        params, forward = case.build(max(case.batches))
+        losses = forward()
+        tape = walk([losses.grad_fn] if losses.grad_fn is not None else [], named(params).values())
+        for node, edges in tape.edges.items():
+            if op_name(node) in recall._FOLLOWING and edges and None not in edges:
+                given = tuple([tape.shape(slot) for slot in edges if slot is not None])
+                found.setdefault((op_name(node), *given), set()).add(tape.shapes(node))
+    assert len({op for op, *_ in found}) > 0.7 * len(recall._FOLLOWING)
+    assert [about for about, shapes in found.items() if len(shapes) > 1] == []
 
 
 # --- graphs that look alike and are not ---

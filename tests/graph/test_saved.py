@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from persample.graph import saved
@@ -228,6 +228,59 @@ def test_a_requested_edge_ends_the_backward_and_hooks_see_cotangents_in_passing(
     (g,) = torch.autograd.grad(top.sum(), [GradientEdge(middle.grad_fn, 0)])
     assert torch.equal(g, middle.detach().cos())
     assert ran == ["sin"]
+
+
+def test_a_requested_edge_on_the_way_to_another_is_returned_before_hooks_on_its_tensor() -> None:
+    """So that only a hook on the node itself sees what the node gets."""
+    a = w(3)
+    middle = a.exp()
+    middle.register_hook(lambda g: g * 2)
+    seen: list[Tensor] = []
+    middle.grad_fn.register_prehook(lambda grads: seen.append(grads[0]))
+    edge = GradientEdge(middle.grad_fn, 0)
+    above, below = torch.autograd.grad(middle.sin().sum(), [edge, get_gradient_edge(a)])
+    assert torch.equal(above, middle.detach().cos())
+    assert torch.equal(seen[0], 2 * above)
+    assert torch.equal(below, 2 * above * middle.detach())
+
+
+class Renaming(nn.Module):
+    """With its own way of naming parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        return ((f"my-{name}", p) for name, p in super().named_parameters(*args, **kwargs))
+
+
+def modules() -> dict[str, nn.Module]:
+    """Trees of modules with something special about each."""
+    shared, tied = nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    tied[2].weight = tied[0].weight
+    lone = nn.Linear(2, 2, bias=False)
+    lone.register_module("absent", None)
+    lone.register_parameter("scale", nn.Parameter(torch.ones(2)))
+    return {
+        "nested": nn.Transformer(4, 2, 1, 1, 8, batch_first=True),
+        "module used twice": nn.Sequential(shared, nn.Tanh(), shared),
+        "tied": tied,
+        "absent": lone,
+        "own way": Renaming(),
+        "own way inside": nn.Sequential(nn.Linear(2, 2), Renaming()),
+        "parametrized": torch.nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)),
+        "none": nn.ReLU(),
+    }
+
+
+@pytest.mark.parametrize("name", modules())
+def test_parameters_of_a_module(name: str) -> None:
+    module = modules()[name]
+    found = saved.parameters_of(module)
+    want = dict(module.named_parameters())
+    assert list(found) == list(want)
+    assert all(p is want[name] for name, p in found.items())
 
 
 def test_reentrant_checkpoints_are_known_by_name() -> None:

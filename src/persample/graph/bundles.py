@@ -7,9 +7,8 @@ saved are concatenated, and one rule makes the factor of all their parameters, o
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -26,7 +25,7 @@ from .pullback import lifted
 from .rules import RULES, Use
 from .saved import has, in_checkpoint, metadata, tensor, value
 from .site import Sites
-from .tape import Slot, op_name
+from .tape import op_name
 
 _NORM = ("input", "result1", "result2")
 # Ops whose rules treat rows apart from one another: what each output reads row by row, and what must be the same.
@@ -52,7 +51,7 @@ class Bundle:
     nodes: tuple[Node, ...]
     layout: Block  # of the cotangents of one node
     routes: Mapping[int, tuple[Route, ...]]
-    watch: Watch
+    watch: Watch = field(default_factory=Watch)
     kept: Sequence[Saved] = ()  # what every node has saved that will be needed, as the backward lets go of it
 
     def renamed(self, names: Any) -> Bundle:
@@ -113,11 +112,8 @@ class Bundle:
         return found
 
 
-def bundle_up(plan: Plan, roots: Iterable[Slot]) -> None:
-    """Take the frontier nodes that the engine passes, and that are like one another, out of a plan and into bundles.
-
-    The backward starts at ``roots``.
-    """
+def bundle_up(plan: Plan) -> None:
+    """Take the frontier nodes that the engine passes, and that are like one another, out of a plan and into bundles."""
     if plan.activations > _MOST:
         return
     alike: dict[Hashable, list[Node]] = {}
@@ -125,9 +121,7 @@ def bundle_up(plan: Plan, roots: Iterable[Slot]) -> None:
         kind = _kind(plan, node)
         if kind is not None:
             alike.setdefault(kind, []).append(node)
-    above = Counter([slot for edges in plan.tape.edges.values() for slot in edges])
-    above.update(roots)
-    bundles = [_bundle(plan, nodes, above) for nodes in alike.values() if len(nodes) > 1]
+    bundles = [_bundle(plan, nodes) for nodes in alike.values() if len(nodes) > 1]
     for bundle in bundles:
         bundle.read()
     plan.bundles = [bundle for bundle in bundles if bundle.is_alike()]
@@ -137,12 +131,11 @@ def bundle_up(plan: Plan, roots: Iterable[Slot]) -> None:
     plan.direct = {use: route for use, route in plan.direct.items() if use[0] not in taken}
 
 
-def _bundle(plan: Plan, nodes: list[Node], above: Mapping[Slot | None, int]) -> Bundle:
+def _bundle(plan: Plan, nodes: list[Node]) -> Bundle:
     layout = plan.map.cotangents[nodes[0], 0]
     assert isinstance(layout, Block)
     outputs = plan.frontier[nodes[0]]
-    routes = {k: tuple([plan.direct[node, k] for node in nodes]) for k in outputs}
-    return Bundle(tuple(nodes), layout, routes, Watch({i for i, node in enumerate(nodes) if above[node, 0] == 1}))
+    return Bundle(tuple(nodes), layout, {k: tuple([plan.direct[node, k] for node in nodes]) for k in outputs})
 
 
 def _kind(plan: Plan, node: Node) -> Hashable:

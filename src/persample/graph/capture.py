@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
 from weakref import ref
 
 import torch
@@ -36,13 +35,6 @@ from .tape import Slot, is_leaf
 
 Sink = Callable[[str, Factor], None]  # called once per parameter that the losses reach
 PartsSink = Callable[[Sequence[str], Factor], None]  # for parameters whose samples are one after another in a factor
-
-
-class _Cotangents(NamedTuple):
-    """What one backward has brought."""
-
-    requested: dict[Slot, Tensor]
-    bundled: Sequence[Mapping[int, Tensor]]  # by bundle, and by place in it
 
 
 class Capture:
@@ -84,20 +76,19 @@ class Capture:
         for gathering in gathered:
             handles += gathering.hook()
         try:
-            cotangents = self._backward(gathered, retain_graph)
+            cotangents = self._backward(retain_graph)
         finally:
             for handle in handles:
                 handle.remove()
         self._check_unchanged()
         left = [*self.pending, *[node for node in self.plan.rest if node not in self.done and not is_leaf(node)]]
         with torch.no_grad():
-            for bundle, found in zip(self.plan.bundles, cotangents.bundled, strict=True):
-                self._untie(bundle, found)
+            for bundle, gathering in zip(self.plan.bundles, gathered, strict=True):
+                self._untie(bundle, gathering.end())
             if any(saved.in_checkpoint(node) for node in left):
-                # one recomputation of each region for all of them
-                saved.in_own_task(lambda: self._finish(cotangents.requested))
+                saved.in_own_task(lambda: self._finish(cotangents))  # one recomputation of each region for all of them
             else:
-                self._finish(cotangents.requested)
+                self._finish(cotangents)
 
     def _rely_on(self, tensors: Sequence[Tensor]) -> None:
         """These are to stay as they are until the backward is over, or nobody has them any more.
@@ -122,14 +113,13 @@ class Capture:
             for k, factor in bundle.factors(self.map.sites, cotangents).items():
                 self._deliver_parts([bundle.routes[k][i][1] for i in cotangents], factor)
 
-    def _backward(self, gathered: Sequence[Gathering], retain_graph: bool) -> _Cotangents:
-        requested, parts = self.plan.requested, [gathering.requested for gathering in gathered]
-        every = [*requested, *[slot for part in parts for slot in part], *self.plain]
-        grads = iter(self.roots.backward(every, retain_graph=retain_graph) if every else ())
-        found = {slot: g for slot, g in zip(requested, grads, strict=False) if g is not None}
-        bundled = [gathering.end([next(grads) for _ in part]) for gathering, part in zip(gathered, parts, strict=True)]
-        self.gradients = tuple(grads)
-        return _Cotangents(found, bundled)
+    def _backward(self, retain_graph: bool) -> dict[Slot, Tensor]:
+        requested = self.plan.requested
+        if not requested and not self.plain:
+            return {}
+        grads = self.roots.backward([*requested, *self.plain], retain_graph=retain_graph)
+        self.gradients = grads[len(requested) :]
+        return {slot: g for slot, g in zip(requested, grads, strict=False) if g is not None}
 
     def _take_requested(self, cotangents: dict[Slot, Tensor]) -> None:
         for slot, g in cotangents.items():

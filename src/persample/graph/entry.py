@@ -130,7 +130,7 @@ def planned(
         _refuse_module_hooks(found)
         meeting = interactions(found.tape, found.map)
         if not meeting:
-            bundle_up(found, roots.slots)
+            bundle_up(found)
     if check is not None and not meeting:
         check.test(found)
     if seen is not None and not meeting:

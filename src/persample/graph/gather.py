@@ -1,14 +1,13 @@
 """The cotangents of nodes that the engine passes, kept until it is done.
 
-The engine returns them for nothing, but as the tensors that they are, which hooks and custom Functions may change in
-place before anybody has looked. So they are copied by hooks at first, and watched; what nobody has changed in one
-backward, the engine is asked for in the next ones, and it is seen afterwards that it is still unchanged. Sums of
-several contributions are always copied: the engine itself may make them in place.
+Hooks and custom Functions may change a cotangent in place when its node has seen it. So cotangents are copied at first,
+and watched; if nobody has changed any in one backward, they are taken as they are in the next ones, in which a change
+is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,15 +17,13 @@ from torch.utils.hooks import RemovableHandle
 
 from .._errors import UnsupportedError
 from .saved import version
-from .tape import Slot
 
 
 @dataclass(slots=True)
 class Watch:
     """What one backward has shown to the next ones like it."""
 
-    single: Set[int]  # the places of nodes whose cotangents are one contribution
-    unchanged: Set[int] | None = None  # those of them that stayed as they were made
+    quiet: bool = False  # all cotangents stayed as they were
 
 
 class Gathering:
@@ -34,43 +31,30 @@ class Gathering:
 
     def __init__(self, nodes: Sequence[Node], watch: Watch) -> None:
         self._nodes, self._watch = nodes, watch
-        self._found: dict[int, Tensor] = {}
-        self._watched: dict[int, Tensor] = {}
-        self._returned = sorted(watch.unchanged or ())
-
-    @property
-    def requested(self) -> list[Slot]:
-        """What the engine is to return."""
-        return [(self._nodes[i], 0) for i in self._returned]
+        self._copying = not watch.quiet
+        self._came: dict[int, tuple[Tensor, int]] = {}  # with their versions
+        self._copies: dict[int, Tensor] = {}
 
     def hook(self) -> list[RemovableHandle]:
-        """Copy all others as they come by."""
-        returned = set(self._returned)
-        others = [(i, node) for i, node in enumerate(self._nodes) if i not in returned]
-        return [node.register_prehook(partial(self._arrive, i)) for i, node in others]
+        """Take what comes by."""
+        return [node.register_prehook(partial(self._arrive, i)) for i, node in enumerate(self._nodes)]
 
     def _arrive(self, place: int, grads: Sequence[Tensor | None]) -> None:
         g = grads[0]
         if g is not None:
-            self._found[place] = g.clone()
-            if self._watch.unchanged is None and place in self._watch.single:
-                self._watched[place] = g
+            self._came[place] = g, version(g)
+            if self._copying:
+                self._copies[place] = g.clone()
 
-    def end(self, returned: Sequence[Tensor | None]) -> dict[int, Tensor]:
-        """All that have come, in their order, when the engine has ``returned`` what was requested."""
-        if self._watch.unchanged is None:
-            self._watch.unchanged = {i for i, g in self._watched.items() if is_as_made(g)}
-        for place, g in zip(self._returned, returned, strict=True):
-            if g is not None:
-                if not is_as_made(g):
-                    raise UnsupportedError(
-                        f"a cotangent of shape {tuple(g.shape)} was changed in place during the backward, by a hook or "
-                        f"a custom Function: let it work on a copy"
-                    )
-                self._found[place] = g
-        return dict(sorted(self._found.items()))
-
-
-def is_as_made(g: Tensor) -> bool:
-    """Has nobody changed a tensor in place since there is one?"""
-    return not g.is_inference() and not version(g)
+    def end(self) -> dict[int, Tensor]:
+        """All that have come, in the order of their places."""
+        changed = [g for g, before in self._came.values() if version(g) != before]
+        if self._copying:
+            self._watch.quiet = not changed
+        elif changed:
+            raise UnsupportedError(
+                f"a cotangent of shape {tuple(changed[0].shape)} was changed in place during the backward, by a hook "
+                f"or a custom Function: let it work on a copy"
+            )
+        found = self._copies if self._copying else {place: g for place, (g, _) in self._came.items()}
+        return dict(sorted(found.items()))

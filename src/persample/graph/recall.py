@@ -24,7 +24,7 @@ from .plan import Plan
 from .roots import Roots
 from .saved import metadata
 from .site import Sites
-from .tape import Slot, Tape, is_leaf, leaf_of
+from .tape import Slot, Tape, is_leaf, leaf_of, op_name
 
 _MOST = 64  # plans
 _NOTHING: Mapping[Slot, Layout] = {}
@@ -35,6 +35,7 @@ class Outline:
     """A graph's nodes, numbered as they are come upon, and what it has in common with others like it."""
 
     nodes: list[Node]
+    leaves: dict[Node, Tensor]
     key: Hashable
 
 
@@ -67,7 +68,7 @@ def outline(
         return None  # which are data of this call
     whose = {id(p): i for i, p in enumerate(params)}
     numbers = {node: i for i, node in enumerate(dict.fromkeys(node for node, _ in roots.slots))}
-    nodes = list(numbers)
+    nodes, leaves = list(numbers), dict[Node, Tensor]()
     key: list[Hashable] = [roots.batch, *roots.layouts, *[(numbers[node], nr) for node, nr in roots.slots]]
     for node in nodes:  # which grows
         kind = type(node)
@@ -76,32 +77,42 @@ def outline(
             return None
         key.append(kind)
         if form is _LEAF:
-            variable = leaf_of(node)
+            variable = leaves[node] = leaf_of(node)
             key += (whose.get(id(variable)), variable.shape, variable.dtype, variable.device)
             continue
         for child, nr in node.next_functions:
             if child is None:
                 key.append(None)
+                form = _OP
                 continue
             number = numbers.get(child)
             if number is None:
                 number = numbers[child] = len(nodes)
                 nodes.append(child)
             key += (number, nr)
-        key += [tuple(about.shape) for about in metadata(node)]
+        if form is _OP:
+            key += [tuple(about.shape) for about in metadata(node)]
     wanted = tuple([(numbers.get(node), nr) for node, nr in plain])
     facts = frozenset([(numbers.get(node), nr, layout) for (node, nr), layout in known.items()])
-    return Outline(nodes, (tuple(key), wanted, facts, terms))
+    return Outline(nodes, leaves, (tuple(key), wanted, facts, terms))
 
 
-_OP, _LEAF, _OPAQUE = "op", "leaf", "opaque"
+_OP, _LEAF, _OPAQUE, _FOLLOWS = "op", "leaf", "opaque", "follows"
 _FORMS: dict[type, str] = {}
+# Ops whose results have shapes that follow from those of their operands, if all of these are in the graph.
+_FOLLOWING = frozenset(
+    """
+    T Clone Relu LeakyRelu Elu Gelu Silu Tanh Sigmoid Softplus Exp Log Sqrt Rsqrt Neg Sin Cos Softmax LogSoftmax
+    Add Sub Mul Div Mm Bmm Addmm NativeLayerNorm
+    """.split()
+)
 
 
 def _form(node: Node, kind: type) -> str:
     if kind.__name__ == "CppFunction" or is_opaque(node):
         return _OPAQUE  # and not kept, as it may be a class of the user's
-    return _FORMS.setdefault(kind, _LEAF if is_leaf(node) else _OP)
+    form = _LEAF if is_leaf(node) else _FOLLOWS if op_name(node) in _FOLLOWING else _OP
+    return _FORMS.setdefault(kind, form)
 
 
 def recall(seen: Outline) -> Plan | None:
@@ -113,7 +124,7 @@ def recall(seen: Outline) -> Plan | None:
     if not known.holds(seen.nodes):
         return None
     plan = _renamed(known.plan, seen.nodes)
-    plan.tape.leaves = {node: leaf_of(node) for node in plan.tape.leaves}
+    plan.tape.leaves = {node: seen.leaves[node] for node in plan.tape.leaves}
     for bundle in plan.bundles:
         bundle.read()
     return plan if all(bundle.is_as_planned() for bundle in plan.bundles) else None
