@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from .graph.saved import has_hooks, parameters_of
+from .graph.saved import has_hooks
 
 Params = nn.Module | Mapping[str, Tensor] | Sequence[Tensor]
 T = TypeVar("T")
@@ -16,7 +16,7 @@ T = TypeVar("T")
 def named(params: Params) -> dict[str, Tensor]:
     """The trainable leaf tensors of ``params`` by name; positions serve as names in a sequence."""
     if isinstance(params, nn.Module):
-        found: dict[str, Tensor] = {name: p for name, p in parameters_of(params).items() if p.requires_grad}
+        found: dict[str, Tensor] = {name: p for name, p in params.named_parameters() if p.requires_grad}
     elif isinstance(params, Mapping):
         found = {name: p for name, p in params.items() if _checked(p, repr(name)).requires_grad}
     elif isinstance(params, Sequence):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
@@ -242,45 +242,6 @@ def test_a_requested_edge_on_the_way_to_another_is_returned_before_hooks_on_its_
     assert torch.equal(above, middle.detach().cos())
     assert torch.equal(seen[0], 2 * above)
     assert torch.equal(below, 2 * above * middle.detach())
-
-
-class Renaming(nn.Module):
-    """With its own way of naming parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(2, 2)
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        return ((f"my-{name}", p) for name, p in super().named_parameters(*args, **kwargs))
-
-
-def modules() -> dict[str, nn.Module]:
-    """Trees of modules with something special about each."""
-    shared, tied = nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
-    tied[2].weight = tied[0].weight
-    lone = nn.Linear(2, 2, bias=False)
-    lone.register_module("absent", None)
-    lone.register_parameter("scale", nn.Parameter(torch.ones(2)))
-    return {
-        "nested": nn.Transformer(4, 2, 1, 1, 8, batch_first=True),
-        "module used twice": nn.Sequential(shared, nn.Tanh(), shared),
-        "tied": tied,
-        "absent": lone,
-        "own way": Renaming(),
-        "own way inside": nn.Sequential(nn.Linear(2, 2), Renaming()),
-        "parametrized": torch.nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)),
-        "none": nn.ReLU(),
-    }
-
-
-@pytest.mark.parametrize("name", modules())
-def test_parameters_of_a_module(name: str) -> None:
-    module = modules()[name]
-    found = saved.parameters_of(module)
-    want = dict(module.named_parameters())
-    assert list(found) == list(want)
-    assert all(p is want[name] for name, p in found.items())
 
 
 def test_reentrant_checkpoints_are_known_by_name() -> None:

@@ -18,7 +18,7 @@ from typing import Any, TypeGuard
 
 import torch
 import torch._functorch.config
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
@@ -80,31 +80,6 @@ def has_hooks(t: Tensor) -> bool:
 def has_late_hooks(t: Tensor) -> bool:
     """Does somebody wait for this leaf's gradient to have been added (register_post_accumulate_grad_hook)?"""
     return bool(getattr(t, "_post_accumulate_grad_hooks", None))
-
-
-def parameters_of(module: nn.Module) -> dict[str, Tensor]:
-    """``dict(module.named_parameters())``, which takes as long as planning does, if no class has its own way of it."""
-    found: dict[str, Tensor] = {}
-    met: set[int] = set()
-    stack: list[tuple[str, nn.Module]] = [("", module)]
-    while stack:
-        prefix, here = stack.pop()
-        kind = type(here)
-        if kind.named_parameters is not _named_parameters or kind.named_modules is not _named_modules:
-            return dict(module.named_parameters())
-        if id(here) in met:
-            continue
-        met.add(id(here))
-        for name, p in here._parameters.items():
-            if p is not None and id(p) not in met:
-                met.add(id(p))
-                found[prefix + name] = p
-        children = [(f"{prefix}{name}.", child) for name, child in here._modules.items() if child is not None]
-        stack += reversed(children)
-    return found
-
-
-_named_parameters, _named_modules = nn.Module.named_parameters, nn.Module.named_modules
 
 
 def original_of(module: Any) -> Any:
