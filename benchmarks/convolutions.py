@@ -1,8 +1,9 @@
 """How good the choice among the convolution kernels is: every kernel is timed on a grid of shapes.
 
-    python -m benchmarks.convolutions [--quick] [--threads N] [--clock wall|thread] [--json PATH]
+    python -m benchmarks.convolutions [--norms] [--quick] [--threads N] [--clock wall|thread] [--json PATH]
 
-A row shows the fastest kernel, the one that `choose` takes, and how much longer that one needs.
+A row shows the fastest kernel, the one that is chosen, and how much longer that one needs. With ``--norms``, it is the
+ways to norms that are compared.
 """
 
 from __future__ import annotations
@@ -15,17 +16,21 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from persample.kernels.conv_select import Key, applicable
-from persample.kernels.convolution import Geometry, explain_choice, weight_per_sample
+from persample.factors import Convolution, Workspace
+from persample.kernels.conv_costs import KERNEL_TERMS
+from persample.kernels.conv_select import Key, applicable, norm_estimates
+from persample.kernels.convolution import Geometry, choose_norms, explain_choice, weight_per_sample
 
 from . import environment
 
+HOPELESS = 8  # an estimate of so many times the best one is not worth a try
 NEAR = 1.15  # a choice is right if it takes at most so many times the best kernel's time
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "thread": time.thread_time}
 
@@ -214,17 +219,33 @@ class Row:
         }
 
 
-def measure(shape: Shape, clock: Callable[[], float], rounds: int, budget: float) -> Row:
-    """The kernels take turns, each in ``rounds`` rounds or until ``budget`` seconds are over; the best time counts."""
+Contenders = Mapping[str, Callable[[], Tensor]]  # all give the same
+
+
+def kernels(shape: Shape) -> Contenders:
+    """Every sample's gradient, by each kernel."""
     x, dy = shape.tensors()
-    names = [name for name in applicable(shape.weight_size) if name != "pointwise"]
     out = torch.empty(shape.B, *shape.weight_size, dtype=shape.dtype)
+    run = partial(weight_per_sample, x, dy, shape.weight_size, shape.geometry, out=out)
+    return {name: partial(run, kernel=name) for name in applicable(shape.weight_size) if name != "pointwise"}
 
-    def run(name: str) -> Tensor:
-        return weight_per_sample(x, dy, shape.weight_size, shape.geometry, out=out, kernel=name)
 
-    results = {name: run(name).clone() for name in names}  # the warm-up, too
-    _assert_equal(shape, results)
+def norms(shape: Shape) -> Contenders:
+    """Every sample's norm, in each way that is not out of the question."""
+    factor = Convolution(*shape.tensors(), shape.weight_size, shape.geometry)
+    estimated = norm_estimates(*shape.key)
+    most = HOPELESS * min(estimated.values())
+    return {
+        name: partial(way, factor, Workspace())
+        for name, way in factor.NORMS.items()
+        if estimated.get(name, most) <= most
+    }
+
+
+def measure(contenders: Contenders, clock: Callable[[], float], rounds: int, budget: float) -> dict[str, float]:
+    """They take turns, each in ``rounds`` rounds or until ``budget`` seconds are over; the best time counts."""
+    names = list(contenders)
+    _assert_equal({name: contenders[name]().clone() for name in names})  # the warm-up, too
     seconds, end = dict.fromkeys(names, math.inf), time.perf_counter() + budget
     shuffle = random.Random(0).shuffle  # nobody always runs after the one that leaves the caches cold
     for done in range(rounds):
@@ -233,19 +254,27 @@ def measure(shape: Shape, clock: Callable[[], float], rounds: int, budget: float
         shuffle(names)
         for name in names:
             start = clock()
-            run(name)
+            contenders[name]()
             seconds[name] = min(seconds[name], clock() - start)
+    return seconds
+
+
+def judge(shape: Shape, of_norms: bool, clock: Callable[[], float], rounds: int, budget: float) -> Row:
+    """Times, and the choice."""
+    seconds = measure(norms(shape) if of_norms else kernels(shape), clock, rounds, budget)
+    if of_norms:
+        return Row(shape, seconds, choose_norms(*shape.key), norm_estimates(*shape.key))
     choice = explain_choice(*shape.key)
     return Row(shape, seconds, choice.kernel, choice.milliseconds)
 
 
-def _assert_equal(shape: Shape, results: Mapping[str, Tensor]) -> None:
+def _assert_equal(results: Mapping[str, Tensor]) -> None:
     """Wrong answers are not worth timing."""
     (first, wanted), *others = results.items()
     for name, found in others:
         error = float((found - wanted).norm() / wanted.norm())
         if not error < 1e-4:
-            raise ArithmeticError(f"{first} and {name} differ on {shape.title}: relative error {error:.1e}")
+            raise ArithmeticError(f"{first} and {name} differ: relative error {error:.1e}")
 
 
 def summary(rows: Sequence[Row]) -> str:
@@ -266,11 +295,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.manual_seed(0)
     clock = CLOCKS[args.clock or ("thread" if args.threads == 1 else "wall")]
     rounds, budget = (3, 0.1) if args.quick else (40, 1.0)
-    print(f"{'shape':<44} {'library':>9} {'unfold':>9} {'shifted':>9}  {'best':<8} {'chosen':<8} ratio", flush=True)
-    rows = []
+    rows: list[Row] = []
+    titles = " ".join(f"{name:>9}" for name in _columns(args.norms))
+    print(f"{'shape':<44} {titles}  {'best':<9} {'chosen':<9} ratio", flush=True)
     for shape in GRID[: args.shapes]:
-        rows.append(measure(shape, clock, rounds, budget))
-        print(_line(rows[-1]), flush=True)
+        rows.append(judge(shape, args.norms, clock, rounds, budget))
+        print(_line(rows[-1], args.norms), flush=True)
     print(summary(rows))
     if args.json is not None:
         report = {"environment": environment.describe(), "rows": [row.as_json() for row in rows]}
@@ -278,15 +308,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _line(row: Row) -> str:
-    times = " ".join(f"{1e3 * row.seconds[name]:>9.2f}" for name in ("library", "unfold", "shifted"))
+def _columns(of_norms: bool) -> list[str]:
+    return list(Convolution.NORMS if of_norms else KERNEL_TERMS)
+
+
+def _line(row: Row, of_norms: bool) -> str:
+    times = [f"{1e3 * row.seconds[name]:.2f}" if name in row.seconds else "-" for name in _columns(of_norms)]
     mark = "" if row.ratio <= NEAR else "  <"
-    return f"{row.shape.title:<44} {times}  {row.best:<8} {row.chosen:<8} {row.ratio:.2f}{mark}"
+    cells = " ".join(f"{time:>9}" for time in times)
+    return f"{row.shape.title:<44} {cells}  {row.best:<9} {row.chosen:<9} {row.ratio:.2f}{mark}"
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.convolutions", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--norms", action="store_true", help="compare ways to norms instead of kernels")
     parser.add_argument("--quick", action="store_true", help="three rounds: less than a minute")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--clock", choices=CLOCKS, help="default: the thread's CPU time for one thread, or else wall")

@@ -13,6 +13,7 @@ import random
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from math import inf, prod
 
 import numpy as np
@@ -21,8 +22,9 @@ from scipy.optimize import nnls
 
 from persample.kernels.conv_costs import TERMS
 from persample.kernels.conv_select import counts_of
+from persample.kernels.convolution import weight_summed
 
-from .convolutions import CLOCKS, GRID, Shape, measure
+from .convolutions import CLOCKS, GRID, Contenders, Shape, kernels, measure, norms
 
 _MOST_PRODUCTS, _MOST_PATCHES = 1.5e9, 3e7  # in a shape: what takes much longer is no different
 Sample = tuple[Mapping[str, float], float]  # counts, and nanoseconds
@@ -69,14 +71,21 @@ def measured(count: int, seed: int, clock: str) -> dict[str, list[Sample]]:
         shape = draw(chance)
         while not is_useful(shape):
             shape = draw(chance)
-        row, counts = measure(shape, CLOCKS[clock], rounds=12, budget=0.25), counts_of(*shape.key)
+        counts = counts_of(*shape.key)
         assert counts is not None
-        for kernel, seconds in row.seconds.items():
-            way, terms = TERMS[kernel](counts)
-            found[way].append((terms, 1e9 * seconds))
+        for contenders in (kernels(shape), norms(shape), summed(shape)):
+            for what, seconds in measure(contenders, CLOCKS[clock], rounds=12, budget=0.25).items():
+                if what in TERMS:
+                    way, terms = TERMS[what](counts)
+                    found[way].append((terms, 1e9 * seconds))
         if sys.stderr.isatty():
             print(f"\r{done + 1} of {count} shapes", end="", file=sys.stderr, flush=True)
     return found
+
+
+def summed(shape: Shape) -> Contenders:
+    """The sum of all samples' gradients."""
+    return {"sum": partial(weight_summed, *shape.tensors(), shape.weight_size, shape.geometry)}
 
 
 def fit(samples: Sequence[Sample]) -> dict[str, float]:

@@ -10,7 +10,8 @@ import torch
 from benchmarks import fit_convolutions
 from benchmarks.convolutions import GRID, square
 from benchmarks.fit_convolutions import draw, fit, is_useful
-from persample.kernels.conv_costs import _AVX2, _AVX512, TERMS
+from persample.kernels.conv_costs import TERMS
+from persample.kernels.conv_rates import AVX2, AVX512
 from persample.kernels.conv_select import counts_of
 
 
@@ -43,7 +44,7 @@ def test_every_way_of_every_kernel_has_a_price() -> None:
         counts = counts_of(*shape.key) if is_useful(shape) else None
         for terms in TERMS.values() if counts is not None else ():
             way, found = terms(counts)
-            assert set(found) == set(_AVX2[way]) == set(_AVX512[way])
+            assert set(found) == set(AVX2[way]) == set(AVX512[way])
             assert all(count >= 0 for count in found.values())
 
 

@@ -154,7 +154,6 @@ def test_inner_products_with_every_other_kind(name: str, space: str) -> None:
 PATHS = {
     False: "outer-T0 outer-T1 outer-T2 outer-gram outer-gram-blocks outer-groups-gram sum-tied sum-tied-rows-first "
     "rows-T20 masked dense convolution-gram-plain-R1 convolution-gram-plain-R2 convolution-gram-groups-R1 "
-    "convolution-gram-dilation-R1 convolution-gram-transposed-R1 "
     "convolution-gram-transposed-groups-R1",
     True: "outer-T40 outer-groups-T40 sum-tied-many sum-masked convolution-2d-pad-R1 convolution-2d-pad-R2 "
     "convolution-2d-groups-stride-R1 convolution-2d-transposed-stride-R2 convolution-2d-depthwise-R1",

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ..kernels.conv_gram import pixel_gram_norms
-from ..kernels.conv_kernels import FEW_CHANNELS
+from ..kernels.conv_kernels import samples_per_step
+from ..kernels.conv_select import Key
 from ..kernels.convolution import (
     Geometry,
     as_matrices,
+    choose_norms,
     chosen_kernel,
     convolve,
+    keeps_stack,
+    key_of,
     weight_per_sample,
     weight_summed,
 )
@@ -23,11 +29,7 @@ from ..kernels.norms import row_norms, wide
 from .base import Factor, Samples, Shape, deliver
 from .workspace import Workspace
 
-# What else counts, in multiplications of a matrix product: an element of a stack, written and read once or twice; of
-# patches for a stack, or for Gram matrices, of few channels or of several; of a Gram matrix.
-_SCRATCH, _KEPT, _PATCH, _FEW, _SEVERAL, _PAIR = 30, 35, 27, 96, 45, 75
-_TEMPORARIES = 4  # times a gradient: room for what a kernel writes beside it
-_LATER = 1.2  # products in a sum of all samples, later, take so much longer than for a stack
+_TEMPORARIES = 3  # times a gradient: room for what a kernel writes beside it
 
 
 class Convolution(Factor):
@@ -69,74 +71,85 @@ class Convolution(Factor):
     @property
     def positions(self) -> int:
         """T: places of the kernel, over all images of a sample."""
-        return self.x.shape[1] * prod(self._space)
+        return self.x.shape[1] * prod((self.x if self.geometry.transposed else self.dy).shape[3:])
 
     @property
-    def _space(self) -> Shape:
-        """The places of the kernel, by axis."""
-        return tuple((self.x if self.geometry.transposed else self.dy).shape[3:])
+    def _key(self) -> Key:
+        """What choices go by."""
+        return key_of(self.x, self.dy, self.size, self.geometry)
 
     def prefers_stack(self, reused: bool) -> bool:
-        """Whether Gram matrices, and products later if the stack would be reused, cost more than it does."""
-        T, p, d = self.positions, self.size[0] // self.geometry.groups, prod(self.size[1:])
-        gram = min(self._patch_gram_cost, self._pixel_gram_cost)
-        later = _LATER * T * p * d if reused else 0
-        return gram + later > p * d * (T + (_KEPT if reused else _SCRATCH)) + _PATCH * T * d
-
-    @property
-    def _patch_gram_cost(self) -> float:
-        """Multiplications for norms from Gram matrices of patches, of one sample and group."""
-        T, p, d = self.positions, self.size[0] // self.geometry.groups, prod(self.size[1:])
-        return T * T * (p + d + _PAIR) + (_FEW if self.size[1] < FEW_CHANNELS else _SEVERAL) * T * d
-
-    @property
-    def _pixel_gram_cost(self) -> float:
-        """The same with Gram matrices of pixels, which are more than the positions, but have fewer channels."""
-        T, p, d = self.positions, self.size[0] // self.geometry.groups, self.size[1]
-        return T * T * (p + _PAIR / 2) + self._pixels**2 * (d + _PAIR)
-
-    @property
-    def _pixels(self) -> int:
-        """How many pixels of a sample are read, padding included."""
-        return self.x.shape[1] * prod(self.geometry.read_size(self._space, self.size[2:]))
+        return keeps_stack(*self._key) if reused else choose_norms(*self._key) == "stack"
 
     def _compute_norms(self, space: Workspace) -> Tensor:
-        if not self.positions or self.prefers_stack(False):
-            return self._norms_by_stack(space)
-        if self._pixel_gram_cost <= self._patch_gram_cost:
-            return self._norms_by_pixels(space)
-        dtype, T, groups = wide(self.dtype), self.positions, self.geometry.groups
-        each = groups * T * (2 * min(T, ROWS) + prod(self.size[1:])) * dtype.itemsize
-        parts = (
-            as_matrices(self.x[some].to(dtype), self.dy[some].to(dtype), self.size, self.geometry)
-            for some in space.chunks(self.batch, each)
-        )
-        return self._norms_by_gram(parts, groups, space)
+        return self.NORMS[choose_norms(*self._key)](self, space)
 
     def _norms_by_stack(self, space: Workspace) -> Tensor:
         """In portions that stay in cache, with what the kernels write on the way."""
+        own = chosen_kernel(self.x, self.dy, self.size, self.geometry) == "library"  # whose results are in its memory
         norms = []
-        for some in space.chunks(self.batch, _TEMPORARIES * self.numel * self.dtype.itemsize):
-            part = self[some]
-            out = None if part._has_own_memory else space.take((part.batch, *self.shape), self.dtype, self.device)
+        for part in self._in_cache(space, _TEMPORARIES * self.numel):
+            out = None if own else space.take((part.batch, *self.shape), self.dtype, self.device)
             norms.append(row_norms(part.stack(out)))
-        return torch.cat(norms)
+        return norms[0] if len(norms) == 1 else torch.cat(norms)
 
-    @property
-    def _has_own_memory(self) -> bool:
-        """Whether the kernel makes its result itself, and would only copy it elsewhere."""
-        return chosen_kernel(self.x, self.dy, self.size, self.geometry) == "library"
+    def _norms_by_positions(self, space: Workspace) -> Tensor:
+        """Of gradients with their elements in another order."""
+        patches, norms = self.positions * prod(self.size[1:]) * self.geometry.groups, []
+        for part in self._in_cache(space, max(patches, self.numel)):
+            memory = space.take((part.batch, patches + self.numel), wide(self.dtype), self.device).flatten()
+            left, right = part._matrices(memory)
+            out = memory[right.numel() :].view(len(left), left.shape[2], right.shape[2])
+            torch.bmm(left.mT, right, out=out)
+            norms.append(row_norms(out.view(part.batch, self.numel)))
+        return norms[0] if len(norms) == 1 else torch.cat(norms)
+
+    def _norms_by_patches(self, space: Workspace) -> Tensor:
+        patches, groups = self.positions * prod(self.size[1:]) * self.geometry.groups, self.geometry.groups
+        each = patches + 2 * groups * self.positions * min(self.positions, ROWS)
+        parts = (
+            part._matrices(space.take((part.batch, patches), wide(self.dtype), self.device))
+            for part in self._in_cache(space, each)
+        )
+        return self._norms_by_gram(parts, groups, space)
 
     def _norms_by_pixels(self, space: Workspace) -> Tensor:
         dtype, groups = wide(self.dtype), self.geometry.groups
-        each_bytes = 3 * groups * self._pixels * min(self._pixels, 2 * ROWS) * dtype.itemsize
         norms, holds = [], []
-        for some in space.chunks(self.batch, each_bytes):
-            x, dy = self.x[some].to(dtype), self.dy[some].to(dtype)
-            each, ok = pixel_gram_norms(x, dy, self.size, self.geometry, self.dtype)
+        pixels = self.x.shape[1] * prod(self._read_size)
+        for part in self._portions(space, 3 * groups * pixels * min(pixels, 2 * ROWS)):
+            each, ok = pixel_gram_norms(part.x.to(dtype), part.dy.to(dtype), self.size, self.geometry, self.dtype)
             norms.append(each if groups == 1 else row_norms(each.view(-1, groups)))
             holds.append(ok.view(-1, groups).all(1))
         return self.checked(torch.cat(norms), torch.cat(holds), space)
+
+    NORMS: ClassVar[Mapping[str, Callable[[Convolution, Workspace], Tensor]]] = {
+        "stack": _norms_by_stack,
+        "positions": _norms_by_positions,
+        "patches": _norms_by_patches,
+        "pixels": _norms_by_pixels,
+    }
+
+    def _matrices(self, out: Tensor) -> tuple[Tensor, Tensor]:
+        """Cotangents and patches, the latter in the memory of ``out``."""
+        return as_matrices(self.x.to(out.dtype), self.dy.to(out.dtype), self.size, self.geometry, out)
+
+    @property
+    def _read_size(self) -> Shape:
+        """How many pixels are read, padding included, by axis."""
+        return self.geometry.read_size((self.x if self.geometry.transposed else self.dy).shape[3:], self.size[2:])
+
+    def _portions(self, space: Workspace, elements: int) -> Iterator[Convolution]:
+        """A few samples at a time that have so many elements of temporaries each."""
+        for some in space.chunks(self.batch, elements * wide(self.dtype).itemsize):
+            yield self if some.stop - some.start == self.batch else self[some]
+
+    def _in_cache(self, space: Workspace, elements: int) -> Iterator[Convolution]:
+        """The same, no more than the cores' caches hold."""
+        most = samples_per_step(elements, self.x)
+        for part in self._portions(space, elements):
+            for start in range(0, part.batch, most):
+                yield part if part.batch <= most else part[start : start + most]
 
     def sizes(self) -> Tensor:
         """As for outer products; every input is in at most as many patches as the kernel has places."""

@@ -1,8 +1,7 @@
-"""What the kernels of `conv_kernels` cost: counts of what they do, and nanoseconds for each.
+"""What per-sample gradients of convolutions cost, by each kernel of `conv_kernels`, and their norms and their sum.
 
-A kernel's time is a sum of counts times nanoseconds. Which counts there are is a matter of the code; the nanoseconds
-were fitted to measurements, one table for each kind of CPU that PyTorch tells apart:
-``python -m benchmarks.fit_convolutions`` makes such a table. Only the order of the sums matters.
+A time is a sum of counts times nanoseconds. Which counts there are is a matter of the code, and is written here; the
+nanoseconds are those of `conv_rates`.
 """
 
 import math
@@ -12,9 +11,11 @@ from dataclasses import dataclass
 import torch
 
 from persample.kernels.conv_geometry import Geometry
-from persample.kernels.conv_kernels import CACHE_BYTES, SHORT_RUN
+from persample.kernels.conv_kernels import CACHE_BYTES, FEW_CHANNELS, SHORT_RUN
+from persample.kernels.conv_rates import AVX2, AVX512
+from persample.kernels.gram import BLOCK
 
-__all__ = ["TERMS", "Counts", "nanoseconds"]
+__all__ = ["KERNEL_TERMS", "NORM_TERMS", "TERMS", "Counts", "nanoseconds"]
 
 _FRESH_BYTES = 2**24  # an allocation from here on may be new pages every time
 _SMALL_PRODUCT = 400  # multiplications; below, PyTorch does not call BLAS
@@ -166,153 +167,79 @@ def _shifted(c: Counts) -> Terms:
     }
 
 
-TERMS: Mapping[str, Callable[[Counts], Terms]] = {"library": _library, "unfold": _unfold, "shifted": _shifted}
+def _positions(c: Counts) -> Terms:
+    """Copies patches, channels last, multiplies, and takes norms of the products in the order in which they come."""
+    return _by_position("positions", c), {
+        **_patches_by_position(c),
+        "products": c.products,
+        "dy": c.width * c.matrices * c.p * c.T,
+        "matrices": c.matrices,
+        "weights": c.width * c.weights,
+        "steps": c.steps(max(c.patches, c.weights)),
+        "call": 1,
+    }
 
-# 500 shapes, two threads.
-_AVX512 = {
-    "library, blocks": {
-        "products": 0.011,
-        "weights": 0.48,
-        "fresh": 0.12,
-        "x and dy": 0.34,
-        "call": 1.4e5,
-        "x and dy of several images": 0.31,
-    },
-    "library, 3-d": {
-        "products": 0.0091,
-        "weights": 0.7,
-        "fresh": 0,
-        "x and dy": 0.61,
-        "call": 1.4e5,
-        "x and dy of several images": 0,
-    },
-    "library, depthwise": {
-        "products": 0,
-        "weights": 0.32,
-        "fresh": 0,
-        "x and dy": 0.31,
-        "call": 1.3e5,
-        "x and dy of several images": 0,
-    },
-    "library, patches": {
-        "products": 0.02,
-        "weights": 0.47,
-        "fresh": 0,
-        "x and dy": 0.31,
-        "call": 1.3e5,
-        "patches": 0.38,
-        "runs": 0.91,
-        "images": 74,
-    },
-    "library, double": {
-        "products": 0.0064,
-        "weights": 1.3,
-        "fresh": 0,
-        "x and dy": 1.7,
-        "call": 7.2e4,
-        "patches": 0.77,
-        "runs": 0,
-        "images": 2.1e3,
-    },
-    "unfold": {
-        "patches": 0,
-        "runs": 3.4,
-        "fresh patches": 3.5,
-        "strided patches": 0.28,
-        "products": 0.011,
-        "dy": 0.35,
-        "matrices": 54,
-        "weights": 0.26,
-        "steps": 5.2e4,
-        "call": 3.2e4,
-    },
-    "shifted": {
-        "lines": 0,
-        "runs": 3.8,
-        "strided lines": 0.35,
-        "operands": 0.11,
-        "products": 0.011,
-        "small products": 0.057,
-        "weights": 0.7,
-        "calls": 7.5e3,
-        "call": 1.3e5,
-    },
-}
-# 1100 shapes, one thread.
-_AVX2 = {
-    "library, blocks": {
-        "products": 0.028,
-        "weights": 1.9,
-        "fresh": 2.6,
-        "x and dy": 0.59,
-        "x and dy of several images": 0.24,
-        "call": 2.0e5,
-    },
-    "library, 3-d": {
-        "products": 0.066,
-        "weights": 1.9,
-        "fresh": 2.6,
-        "x and dy": 0.59,
-        "x and dy of several images": 0.24,
-        "call": 2.0e5,
-    },
-    "library, depthwise": {
-        "products": 0.028,
-        "weights": 1.9,
-        "fresh": 2.6,
-        "x and dy": 0.59,
-        "x and dy of several images": 0.24,
-        "call": 2.0e5,
-    },
-    "library, patches": {
-        "products": 0.026,
-        "patches": 1.15,
-        "runs": 2.2,
-        "images": 110,
-        "weights": 1,
-        "fresh": 1,
-        "x and dy": 0.29,
-        "call": 2.6e5,
-    },
-    "library, double": {
-        "products": 0.043,
-        "patches": 0.94,
-        "runs": 4.8,
-        "images": 2.7e3,
-        "weights": 2.7,
-        "fresh": 1.3,
-        "x and dy": 1.4,
-        "call": 1.7e5,
-    },
-    "unfold": {
-        "patches": 0.46,
-        "runs": 9.1,
-        "fresh patches": 0.77,
-        "strided patches": 0.75,
-        "products": 0.016,
-        "dy": 0.29,
-        "matrices": 26,
-        "weights": 0.56,
-        "steps": 1.7e4,
-        "call": 8.9e4,
-    },
-    "shifted": {
-        "lines": 0.09,
-        "runs": 9.6,
-        "strided lines": 1.25,
-        "operands": 0.21,
-        "products": 0.026,
-        "small products": 0.58,
-        "weights": 2.4,
-        "calls": 1.1e4,
-        "call": 2.5e5,
-    },
-}
+
+def _patch_gram(c: Counts) -> Terms:
+    """Copies patches in the same way, and multiplies them and dy with themselves."""
+    pairs = c.matrices * c.T * (c.T + min(c.T, BLOCK)) / 2
+    return _by_position("patch gram", c), {
+        **_patches_by_position(c),
+        "products": c.width * pairs * (c.p + c.d * c.K),
+        "dy": c.width * c.matrices * c.p * c.T,
+        "matrices": c.matrices,
+        "pairs": c.width * pairs,
+        "blocks": -(-c.T // BLOCK) * c.steps(c.patches),
+        "call": 1,
+    }
+
+
+def _by_position(way: str, c: Counts) -> str:
+    return f"{way}, few channels" if c.d < FEW_CHANNELS else way
+
+
+def _patches_by_position(c: Counts) -> dict[str, float]:
+    several = c.d >= FEW_CHANNELS
+    run = c.d * (c.kernel[-1] if c.geometry.dilation[-1] == 1 else 1) if several else c.run
+    return {
+        "x": c.width * c.matrices * c.R * c.d * math.prod(c.in_size),
+        "patches": c.width * c.patches,
+        "runs": c.patches / run,
+        "strided patches": c.patches if c.geometry.stride[-1] > 1 and not several else 0,
+    }
+
+
+def _pixel_gram(c: Counts) -> Terms:
+    """Multiplies pixels and dy with themselves, and adds up the former along the diagonals, one axis after another."""
+    pixels = c.R * math.prod(c.geometry.read_size(c.out_size, c.kernel))
+    pairs, positions = c.matrices * pixels * (pixels + min(pixels, 2 * BLOCK)) / 2, c.matrices * c.T * c.T
+    return "pixel gram", {
+        "products": c.width * (pairs * c.d + positions * c.p / 2),
+        "pixels": c.width * pairs * sum(c.kernel),
+        "pairs": c.width * positions,
+        "matrices": c.matrices,
+        "lines": c.out_size[0],
+        "call": 1,
+    }
+
+
+def _sum(c: Counts) -> Terms:
+    """The library's gradient of all samples together."""
+    kind = "blocks" if _is_vectorised(c) and not c.depthwise else "depthwise" if c.depthwise else "patches"
+    x_and_dy = c.matrices * (c.R * c.d * math.prod(c.in_size) + c.p * c.T)
+    return f"sum, {kind}", {"products": c.products, "x and dy": c.width * x_and_dy, "call": 1}
+
+
+Formula = Callable[[Counts], Terms]
+KERNEL_TERMS: Mapping[str, Formula] = {"library": _library, "unfold": _unfold, "shifted": _shifted}
+NORM_TERMS: Mapping[str, Formula] = {"positions": _positions, "patches": _patch_gram, "pixels": _pixel_gram}
+TERMS: Mapping[str, Formula] = {**KERNEL_TERMS, **NORM_TERMS, "sum": _sum}
+
 _CAPABILITY = torch.backends.cpu.get_cpu_capability()
 
 
-def nanoseconds(kernel: str, c: Counts) -> float:
-    """About how long a kernel takes."""
-    way, terms = TERMS[kernel](c)
-    each = (_AVX512 if _CAPABILITY == "AVX512" else _AVX2)[way]
+def nanoseconds(what: str, c: Counts) -> float:
+    """About how long a kernel takes, or one of the ways to norms, or the sum over all samples."""
+    way, terms = TERMS[what](c)
+    each = (AVX512 if _CAPABILITY == "AVX512" else AVX2)[way]
     return sum(each[name] * count for name, count in terms.items())

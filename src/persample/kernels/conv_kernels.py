@@ -24,6 +24,7 @@ __all__ = [
     "library_gradient",
     "matrices",
     "patches_by_position",
+    "samples_per_step",
     "unfolded",
 ]
 
@@ -83,7 +84,7 @@ def _unfold(x: Tensor, dy: Tensor, out: Tensor, geometry: Geometry) -> Tensor:
     """
     kernel, space = out.shape[3:], dy.shape[3:]
     size = (x.shape[2], *kernel, x.shape[1], *space)
-    step = _samples_per_step(math.prod(size), x)
+    step = samples_per_step(math.prod(size), x)
     buffer = x.new_empty(step, *size)
     for some in _steps(len(out), step):
         x_, dy_, out_ = x[some], dy[some], out[some]
@@ -108,7 +109,7 @@ def _shifted(x: Tensor, dy: Tensor, out: Tensor, geometry: Geometry) -> Tensor:
     rest, line = phases * math.prod(kernel[1:]), dy[0, :, 0, 0].numel()
     length = -(-geometry.read_size(space, kernel)[0] // phases)
     size = (x.shape[2], phases, *kernel[1:], length, x.shape[1], *space[1:])
-    step = _samples_per_step(max(math.prod(size), out[0].numel()), x)
+    step = samples_per_step(max(math.prod(size), out[0].numel()), x)
     buffer, parts = x.new_empty(step, *size), x.new_empty(-(-kernel[0] // phases), step * groups, p, d * rest)
     for some in _steps(len(out), step):
         rows = len(out[some]) * groups
@@ -172,21 +173,28 @@ def _pads(
     return pads
 
 
-def patches_by_position(x: Tensor, kernel: Sequence[int], space: Sequence[int], geometry: Geometry) -> Tensor:
-    """(B·G, T, K·d) with x[b, r, i, s·t + δ·k] at [t, (k, i)] for x (B, R, Cin, *S).
+def patches_by_position(
+    x: Tensor, kernel: Sequence[int], space: Sequence[int], geometry: Geometry, out: Tensor | None = None
+) -> Tensor:
+    """(B·G, T, K·d) with x[b, r, i, s·t + δ·k] at [t, (k, i)] for x (B, R, Cin, *S), in ``out`` if that is given.
 
     Where there are several channels they come last: what a kernel reads of a line is then one run of memory.
     """
-    n, rows = len(kernel), len(x) * geometry.groups
-    channels = x.shape[2] // geometry.groups
+    n, groups = len(kernel), geometry.groups
+    rows, channels, columns = len(x) * groups, x.shape[2] // groups, x.shape[2] // groups * math.prod(kernel)
     if channels < FEW_CHANNELS:
         found = windows(fit(x, kernel, space, geometry), kernel, geometry)
-        return found.reshape(rows, channels * math.prod(kernel), -1).mT
-    x = x.unflatten(2, (geometry.groups, -1)).permute(0, 2, 1, *range(4, 4 + n), 3)
+        return _written(found, out).view(rows, columns, -1).mT
+    x = x.unflatten(2, (groups, -1)).permute(0, 2, 1, *range(4, 4 + n), 3)
     x = F.pad(x, [0, 0, *_pads(x.shape[3:-1], kernel, space, geometry)]).contiguous()
     for axis in range(n):
         x = unfolded(x, 3 + axis, kernel[axis], geometry.stride[axis], geometry.dilation[axis])
-    return x.movedim(3 + n, -1).reshape(rows, -1, channels * math.prod(kernel))
+    return _written(x.movedim(3 + n, -1), out).view(rows, -1, columns)
+
+
+def _written(t: Tensor, out: Tensor | None) -> Tensor:
+    """In memory without gaps: the first part of ``out``, or some of its own."""
+    return t.contiguous() if out is None else out.flatten()[: t.numel()].view(t.shape).copy_(t)
 
 
 def windows(x: Tensor, kernel: Sequence[int], geometry: Geometry) -> Tensor:
@@ -212,7 +220,7 @@ def _steps(samples: int, step: int) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, samples, step))
 
 
-def _samples_per_step(elements: int, x: Tensor) -> int:
+def samples_per_step(elements: int, x: Tensor) -> int:
     """How many samples' temporaries to hold at once: what the cores' caches hold, one per core at least."""
     workers, budget = (torch.get_num_threads(), CACHE_BYTES) if x.device.type == "cpu" else (1, 2**28)
     return min(len(x), workers * max(1, budget // (elements * x.element_size())))

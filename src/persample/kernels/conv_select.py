@@ -15,21 +15,27 @@ from functools import lru_cache
 
 import torch
 
-from persample.kernels.conv_costs import TERMS, Counts, nanoseconds
+from persample.kernels.conv_costs import KERNEL_TERMS, NORM_TERMS, Counts, nanoseconds
 from persample.kernels.conv_geometry import Geometry
+from persample.kernels.conv_kernels import FEW_CHANNELS
 
 __all__ = [
     "Choice",
     "applicable",
     "choose",
+    "choose_norms",
     "counts_of",
     "explain_choice",
     "is_measuring",
+    "keeps_stack",
     "measure",
+    "norm_estimates",
     "use_kernel",
 ]
 
 _MEASURED = "measured"
+# Nanoseconds for an element of a stack whose norms are taken while it is in cache, or later, and added up; and a call.
+_NORM, _KEPT, _CALL = 0.14, 0.6, 3.5e4
 _preferred: str | None = None  # see `use_kernel`
 # samples, images, sizes of weight, x and dy, geometry, dtype
 Key = tuple[int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...], Geometry, torch.dtype]
@@ -103,8 +109,8 @@ def use_kernel(name: str) -> Iterator[None]:
     'library'
     """
     global _preferred
-    if name not in (_MEASURED, "pointwise", *TERMS):
-        raise ValueError(f"there is no kernel {name!r}; choose from {(_MEASURED, 'pointwise', *TERMS)}")
+    if name not in (_MEASURED, "pointwise", *KERNEL_TERMS):
+        raise ValueError(f"there is no kernel {name!r}; choose from {(_MEASURED, 'pointwise', *KERNEL_TERMS)}")
     before, _preferred = _preferred, name
     try:
         yield
@@ -134,7 +140,37 @@ def _seconds(run: Callable[[str], object], name: str) -> float:
 def _estimates(*key: *Key) -> Mapping[str, float]:
     """Milliseconds by kernel; none if there is nothing to do."""
     counts = counts_of(*key)
-    return dict.fromkeys(TERMS, 0.0) if counts is None else {name: 1e-6 * nanoseconds(name, counts) for name in TERMS}
+    return {name: 0.0 if counts is None else 1e-6 * nanoseconds(name, counts) for name in KERNEL_TERMS}
+
+
+@lru_cache(maxsize=1024)
+def norm_estimates(*key: *Key) -> Mapping[str, float]:
+    """Milliseconds for norms: by a stack that is not kept, or without one."""
+    counts = counts_of(*key)
+    if counts is None:
+        return {"stack": 0.0}
+    useful = [
+        name for name in NORM_TERMS if name != "positions" or counts.d >= FEW_CHANNELS
+    ]  # "unfold" is as good then
+    ways = {name: 1e-6 * nanoseconds(name, counts) for name in useful}
+    stack = min(_estimates(*key).values())
+    return {"stack": stack + 1e-6 * (_NORM * counts.weights * counts.width + _CALL), **ways}
+
+
+def choose_norms(*key: *Key) -> str:
+    """How to get norms: "stack", "positions" (products that are not put in order), or Gram "patches" or "pixels"."""
+    found = norm_estimates(*key)
+    return min(found, key=found.__getitem__)
+
+
+@lru_cache(maxsize=1024)
+def keeps_stack(*key: *Key) -> bool:
+    """For norms and, after them, a weighted sum: is it faster to keep the gradients than to start again?"""
+    counts = counts_of(*key)
+    if counts is None:
+        return True
+    kept = min(_estimates(*key).values()) + 1e-6 * (_KEPT * counts.weights * counts.width + 2 * _CALL)
+    return kept < min(norm_estimates(*key).values()) + 1e-6 * nanoseconds("sum", counts)
 
 
 def counts_of(

@@ -27,16 +27,29 @@ from torch import Tensor
 
 from persample.kernels.conv_geometry import Geometry
 from persample.kernels.conv_kernels import KERNELS, library_gradient, matrices, patches_by_position
-from persample.kernels.conv_select import applicable, choose, explain_choice, is_measuring, measure, use_kernel
+from persample.kernels.conv_select import (
+    Key,
+    applicable,
+    choose,
+    choose_norms,
+    explain_choice,
+    is_measuring,
+    keeps_stack,
+    measure,
+    use_kernel,
+)
 
 __all__ = [
     "KERNELS",
     "Geometry",
     "as_matrices",
     "choose",
+    "choose_norms",
     "chosen_kernel",
     "convolve",
     "explain_choice",
+    "keeps_stack",
+    "key_of",
     "use_kernel",
     "weight_per_sample",
     "weight_summed",
@@ -83,10 +96,21 @@ def weight_per_sample(
         return out if result is out else out.copy_(result)
 
 
+def key_of(x: Tensor, dy: Tensor, weight_size: Sequence[int], geometry: Geometry) -> Key:
+    """What choices go by."""
+    return (
+        *x.shape[:2],
+        tuple(weight_size),
+        tuple(x.shape[3:]),
+        tuple(dy.shape[3:]),
+        geometry,
+        _working_dtype(x),
+    )
+
+
 def chosen_kernel(x: Tensor, dy: Tensor, weight_size: Sequence[int], geometry: Geometry) -> str:
     """The kernel that `weight_per_sample` takes for these."""
-    sizes = tuple(weight_size), tuple(x.shape[3:]), tuple(dy.shape[3:])
-    key = (*x.shape[:2], *sizes, geometry, _working_dtype(x))
+    key = key_of(x, dy, weight_size, geometry)
     if is_measuring() and x.numel() and dy.numel():
         return measure(key, lambda name: weight_per_sample(x, dy, weight_size, geometry, kernel=name))
     return choose(*key)
@@ -105,11 +129,16 @@ def convolve(x: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
     return y.view(*x.shape[:2], *y.shape[1:])
 
 
-def as_matrices(x: Tensor, dy: Tensor, weight_size: Sequence[int], geometry: Geometry) -> tuple[Tensor, Tensor]:
-    """Formula (1) as a product, up to the order of its columns: cotangents (B·G, T, p) and patches (B·G, T, d·K)."""
+def as_matrices(
+    x: Tensor, dy: Tensor, weight_size: Sequence[int], geometry: Geometry, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Formula (1) as a product, up to the order of its columns: cotangents (B·G, T, p) and patches (B·G, T, d·K).
+
+    The patches are written into ``out``, if that is given.
+    """
     if geometry.transposed:
         x, dy, geometry = dy, x, replace(geometry, transposed=False)
-    patches = patches_by_position(x, weight_size[2:], dy.shape[3:], geometry)
+    patches = patches_by_position(x, weight_size[2:], dy.shape[3:], geometry, out)
     return matrices(dy, len(patches)).mT, patches
 
 
