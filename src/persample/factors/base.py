@@ -200,7 +200,8 @@ class Factor(ABC):
         """
         weights = weights.to(self.device)
         apart = vanishing(weights) if apart is None else apart.to(self.device)
-        apart = torch.cat([self.doubtful(space), apart])
+        if self.cancels or hasattr(self, "_doubtful"):
+            apart = torch.cat([self.doubtful(space), apart])
         if not apart.numel():
             return self.weighted_sum(weights, space)
         apart = apart.unique()

@@ -45,7 +45,7 @@ def number(node: Node, name: str) -> int:
 
 def numbers(node: Node, name: str) -> tuple[int, ...]:
     """A saved list of integers."""
-    return tuple(signed(int(v)) for v in _read(node, name))
+    return tuple([signed(int(v)) for v in _read(node, name)])
 
 
 def value(node: Node, name: str) -> Any:

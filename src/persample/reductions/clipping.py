@@ -166,16 +166,15 @@ class ClippedSum(Reduction):
         """How every sample was clipped, and the sums of this process for the parameters that its losses reach."""
         groups, call = self._groups, self._groups.call
         norms = self._norms.by_group(groups)
-        finite = torch.ones(call.batch, dtype=torch.bool, device=call.device)
-        for n in norms.values():
-            finite &= n.isfinite()
-        dropped = (~finite).nonzero().flatten().tolist()
+        finite = _finite(list(norms.values()))
+        dropped = [] if finite is None else (~finite).nonzero().flatten().tolist()
         if self.nonfinite == "raise":
             self._raise_together(dropped)
-        kept = finite.nonzero().squeeze(1) if dropped else slice(None)
-        weights = {key: torch.zeros_like(n) for key, n in norms.items()}
+        kept = slice(None) if finite is None else finite.nonzero().squeeze(1)
+        weights: dict[Hashable, Tensor] = {}
         for key, n in norms.items():
-            weights[key][kept] = self._weigh(self._bounds.get(key), n[kept])
+            found = self._weigh(self._bounds.get(key), n[kept])
+            weights[key] = torch.zeros_like(n).index_copy(0, kept, found) if isinstance(kept, Tensor) else found
         sums: dict[str, Tensor] = {}
         for key, names in groups.members.items():
             sums.update(self._sums(names, weights[key], kept))
@@ -240,6 +239,14 @@ class ClippedSum(Reduction):
         if len(bounds) != len(keys):
             raise ValueError(f"max_norm must have one bound per group: expected {len(keys)}, got {len(bounds)}")
         return dict(zip(keys, bounds, strict=True))
+
+
+def _finite(norms: Sequence[Tensor]) -> Tensor | None:
+    """(B,): which samples' norms are all finite; None if those of all samples are."""
+    if not norms:
+        return None
+    found = norms[0].isfinite() if len(norms) == 1 else torch.stack([n.isfinite() for n in norms]).all(0)
+    return None if bool(found.all()) else found
 
 
 def _positive(value: object) -> bool:
