@@ -86,7 +86,7 @@ class Convolution(Factor):
 
     def _norms_by_stack(self, space: Workspace) -> Tensor:
         """In portions that stay in cache, with what the kernels write on the way."""
-        own = chosen_kernel(self.x, self.dy, self.size, self.geometry) == "library"  # whose results are in its memory
+        own = chosen_kernel(self.x, self.dy, self.size, self.geometry) in ("library", "forward")  # with its own memory
         norms = []
         for part in self._in_cache(space, _TEMPORARIES * self.numel):
             out = None if own else space.take((part.batch, *self.shape), self.dtype, self.device)

@@ -1,8 +1,8 @@
 """The ways to compute formula (1) of `convolution`: from x (B, R, Cin, *S) and dy (B, R, Cout, *O), not transposed.
 
-Each kernel fills ``out`` (B, Cout, Cin/G, *k), which is contiguous, or returns the result in memory of its own. All but
-one of them are products of matrices: of dy, (p, T) for each sample and group, with something made from x. Letters are
-explained in `convolution`.
+Each kernel fills ``out`` (B, Cout, Cin/G, *k), which is contiguous, or returns the result in memory of its own. Two of
+them are convolutions of the library's. The others are products of matrices: of dy, (p, T) for each sample and group,
+with something made from x. Letters are explained in `convolution`.
 """
 
 import math
@@ -125,6 +125,19 @@ def _shifted(x: Tensor, dy: Tensor, out: Tensor, geometry: Geometry) -> Tensor:
     return out
 
 
+def _forward(x: Tensor, dy: Tensor, out: Tensor, geometry: Geometry) -> Tensor:
+    """(1) as a convolution of x with dy: strides and dilations change places, images are channels, samples are groups.
+
+    For one input channel in each group, as a convolution adds up all channels.
+    """
+    none = (0,) * (out.ndim - 3)
+    x = fit(x, out.shape[3:], dy.shape[3:], geometry)
+    images, filters = (t.transpose(1, 2).flatten(0, 1) for t in (x, dy))  # (B·G, R, *S) and (B·G·p, R, *O)
+    options = geometry.dilation, none, geometry.stride, False, none, len(images)
+    found: Tensor = torch.ops.aten.convolution(images.flatten(0, 1).unsqueeze(0), filters, None, *options)
+    return found.view(out.shape)
+
+
 def _multiply(dy: Tensor, right: Tensor, out: Tensor) -> None:
     """out = dy @ rightᵀ, for matrices (N, p, T) and (N, n, T); short rows are faster in whole vectors."""
     p, n = out.shape[1:]
@@ -231,4 +244,5 @@ KERNELS: dict[str, Callable[[Tensor, Tensor, Tensor, Geometry], Tensor]] = {
     "pointwise": _pointwise,
     "unfold": _unfold,
     "shifted": _shifted,
+    "forward": _forward,
 }

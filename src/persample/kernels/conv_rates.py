@@ -9,7 +9,7 @@ __all__ = ["AVX2", "AVX512"]
 
 Rates = Mapping[str, Mapping[str, float]]  # by the way that a kernel takes, and by count
 
-# 500 shapes for kernels, and 400 others for norms and sums, scaled to the same speed; two threads.
+# 500 shapes for kernels, and 620 others for later ones, norms and sums, scaled to the same speed; two threads.
 AVX512: Rates = {
     "library, blocks": {
         "products": 0.011,
@@ -149,8 +149,36 @@ AVX512: Rates = {
         "x and dy": 0.55,
         "call": 6.7e4,
     },
+    "forward, depthwise": {
+        "products": 0.032,
+        "x and dy": 0.35,
+        "weights": 0.55,
+        "matrices": 0,
+        "call": 1.4e5,
+    },
+    "forward, blocks": {
+        "products": 0.041,
+        "x and dy": 0.22,
+        "weights": 0,
+        "matrices": 1.1e03,
+        "call": 1.0e5,
+    },
+    "forward, double": {
+        "products": 0.17,
+        "x and dy": 0.33,
+        "weights": 0,
+        "matrices": 5200,
+        "call": 7.5e4,
+    },
+    "forward, other": {
+        "products": 0.089,
+        "x and dy": 0.75,
+        "weights": 1.4,
+        "matrices": 160,
+        "call": 1.1e5,
+    },
 }
-# 1100 shapes for kernels, and 350 others for norms and sums, scaled to the same speed; one thread.
+# 1100 shapes for kernels, and 510 others for later ones, norms and sums, scaled to the same speed; one thread.
 AVX2: Rates = {
     "library, blocks": {
         "products": 0.028,
@@ -289,5 +317,33 @@ AVX2: Rates = {
         "products": 0.043,
         "x and dy": 2,
         "call": 8.6e4,
+    },
+    "forward, depthwise": {
+        "products": 0.13,
+        "x and dy": 0.87,
+        "weights": 0,
+        "matrices": 0,
+        "call": 1.7e5,
+    },
+    "forward, blocks": {
+        "products": 0.098,
+        "x and dy": 0.11,
+        "weights": 0,
+        "matrices": 1100,
+        "call": 1.8e5,
+    },
+    "forward, double": {
+        "products": 0.25,
+        "x and dy": 0.15,
+        "weights": 2.7,
+        "matrices": 6700,
+        "call": 0,
+    },
+    "forward, other": {
+        "products": 0.14,
+        "x and dy": 1.9,
+        "weights": 12,
+        "matrices": 190,
+        "call": 2.0e5,
     },
 }

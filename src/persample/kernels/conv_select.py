@@ -52,8 +52,8 @@ class Choice:
 
 def applicable(weight_size: Sequence[int]) -> tuple[str, ...]:
     """The kernels that can do this convolution."""
-    pointwise = math.prod(weight_size[2:]) == 1
-    return ("library", "unfold", "shifted", "pointwise") if pointwise else ("library", "unfold", "shifted")
+    special = {"forward": weight_size[1] == 1, "pointwise": math.prod(weight_size[2:]) == 1}
+    return ("library", "unfold", "shifted", *[name for name, can in special.items() if can])
 
 
 def choose(
@@ -139,8 +139,8 @@ def _seconds(run: Callable[[str], object], name: str) -> float:
 @lru_cache(maxsize=1024)
 def _estimates(*key: *Key) -> Mapping[str, float]:
     """Milliseconds by kernel; none if there is nothing to do."""
-    counts = counts_of(*key)
-    return {name: 0.0 if counts is None else 1e-6 * nanoseconds(name, counts) for name in KERNEL_TERMS}
+    counts, names = counts_of(*key), [name for name in applicable(key[2]) if name in KERNEL_TERMS]
+    return {name: 0.0 if counts is None else 1e-6 * nanoseconds(name, counts) for name in names}
 
 
 @lru_cache(maxsize=1024)
