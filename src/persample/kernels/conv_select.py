@@ -1,9 +1,9 @@
-"""Which kernel of `conv_kernels` suits a convolution: the one that costs least by `conv_costs`.
+"""Which kernel of `conv_kernels` suits a convolution, and which way to norms: what costs least by `conv_costs`.
 
 ``python -m benchmarks.convolutions`` measures how good the choices are, on 80 shapes that had no part in the fit. On a
-CPU with AVX-512, 77 (two threads) and 79 of them (one) were at most 15% slower than the best kernel; on the same one
-held to AVX2, 73 and 78. The choice took 1.01 to 1.03 times the best kernel's time on average. `explain_choice` shows
-the estimates, and `use_kernel` overrides them.
+CPU with AVX-512, 74 of the kernels (two threads) and 76 (one) were at most 15% slower than the best one, and with
+``--norms`` 75 and 78 of the ways to norms; on average, the choice took 1.01 to 1.03 times the best time.
+`explain_choice` shows the estimates, and `use_kernel` overrides them.
 """
 
 import math
