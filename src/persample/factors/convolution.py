@@ -101,7 +101,7 @@ class Convolution(Factor):
             left, right = part._matrices(memory)
             out = memory[right.numel() :].view(len(left), left.shape[2], right.shape[2])
             torch.bmm(left.mT, right, out=out)
-            norms.append(row_norms(out.view(part.batch, self.numel)))
+            norms.append(row_norms(out.view(part.batch, self.numel).to(self.dtype)))  # infinite where that is
         return norms[0] if len(norms) == 1 else torch.cat(norms)
 
     def _norms_by_patches(self, space: Workspace) -> Tensor:
