@@ -242,10 +242,12 @@ def norms(shape: Shape) -> Contenders:
     }
 
 
-def measure(contenders: Contenders, clock: Callable[[], float], rounds: int, budget: float) -> dict[str, float]:
+def measure(
+    shape: Shape, contenders: Contenders, clock: Callable[[], float], rounds: int, budget: float
+) -> dict[str, float]:
     """They take turns, each in ``rounds`` rounds or until ``budget`` seconds are over; the best time counts."""
     names = list(contenders)
-    _assert_equal({name: contenders[name]().clone() for name in names})  # the warm-up, too
+    _assert_equal(shape, {name: contenders[name]().clone() for name in names})  # the warm-up, too
     seconds, end = dict.fromkeys(names, math.inf), time.perf_counter() + budget
     shuffle = random.Random(0).shuffle  # nobody always runs after the one that leaves the caches cold
     for done in range(rounds):
@@ -261,20 +263,20 @@ def measure(contenders: Contenders, clock: Callable[[], float], rounds: int, bud
 
 def judge(shape: Shape, of_norms: bool, clock: Callable[[], float], rounds: int, budget: float) -> Row:
     """Times, and the choice."""
-    seconds = measure(norms(shape) if of_norms else kernels(shape), clock, rounds, budget)
+    seconds = measure(shape, norms(shape) if of_norms else kernels(shape), clock, rounds, budget)
     if of_norms:
         return Row(shape, seconds, choose_norms(*shape.key), norm_estimates(*shape.key))
     choice = explain_choice(*shape.key)
     return Row(shape, seconds, choice.kernel, choice.milliseconds)
 
 
-def _assert_equal(results: Mapping[str, Tensor]) -> None:
+def _assert_equal(shape: Shape, results: Mapping[str, Tensor]) -> None:
     """Wrong answers are not worth timing."""
     (first, wanted), *others = results.items()
     for name, found in others:
         error = float((found - wanted).norm() / wanted.norm())
         if not error < 1e-4:
-            raise ArithmeticError(f"{first} and {name} differ: relative error {error:.1e}")
+            raise ArithmeticError(f"{first} and {name} differ on {shape.title}: relative error {error:.1e}")
 
 
 def summary(rows: Sequence[Row]) -> str:

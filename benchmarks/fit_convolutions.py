@@ -74,7 +74,7 @@ def measured(count: int, seed: int, clock: str) -> dict[str, list[Sample]]:
         counts = counts_of(*shape.key)
         assert counts is not None
         for contenders in (kernels(shape), norms(shape), summed(shape)):
-            for what, seconds in measure(contenders, CLOCKS[clock], rounds=12, budget=0.25).items():
+            for what, seconds in measure(shape, contenders, CLOCKS[clock], rounds=12, budget=0.25).items():
                 if what in TERMS:  # but for "stack", which is one of the kernels
                     way, terms = TERMS[what](counts)
                     found[way].append((terms, 1e9 * seconds))

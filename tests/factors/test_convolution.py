@@ -13,6 +13,7 @@ from persample.factors import Convolution, Workspace
 from persample.factors import convolution as module
 from persample.kernels import conv_gram
 from persample.kernels.conv_gram import pixel_gram_norms
+from persample.kernels.convolution import choose_norms, use_kernel
 from tests.kernels.conv_cases import CASES, Case, case
 
 WIDE = case((8, 8), (3, 3), padding=1, d=32, p=32)
@@ -78,6 +79,16 @@ def test_the_cheapest_way_is_taken(c: Case, way: str, monkeypatch: pytest.Monkey
     norms = factor_of(c, x, dy).norms()
     assert taken == [way]
     torch.testing.assert_close(norms, norms_of(c.reference(x, dy)), rtol=1e-5, atol=0)
+
+
+def test_a_preferred_kernel_writes_the_gradients_whose_norms_are_taken() -> None:
+    c = case((4, 4), (3, 3), padding=1, d=256, p=256)
+    key = factor_of(c, *c.tensors(64, 1, torch.float32))._key
+    assert choose_norms(*key) == "pixels"
+    with use_kernel("unfold"):
+        assert choose_norms(*key) == "stack"
+    with use_kernel("pointwise"):  # which cannot do it
+        assert choose_norms(*key) == "pixels"
 
 
 @pytest.mark.parametrize("way", ["patches", "pixels"])

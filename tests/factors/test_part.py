@@ -149,16 +149,6 @@ def test_sums_own_their_memory() -> None:
         assert all(s.untyped_storage().nbytes() == s.nbytes for s in sums.values())
 
 
-def test_the_same_part_of_another_form() -> None:
-    group, wants = parts("outer-T2", 3)
-    written = Dense(group[0].whole.stack())
-    for part, want in zip(group, wants, strict=True):
-        settled = part.of(written)
-        check(settled, want)
-        assert settled.nbytes == written.nbytes // PARTS
-    assert family(group[0].of(written)) == family(group[1].of(written)) != family(group[0])
-
-
 def test_parts_of_two_batches() -> None:
     """Inner products of parts with parts, with factors of their own, and the other way round."""
     (mine, wants), (theirs, others) = parts("outer-T2", 3), parts("outer-T1", 2)

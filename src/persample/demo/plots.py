@@ -151,24 +151,12 @@ def noise_over_training(found: Findings) -> str:
     epochs: Sequence[int] = range(1, len(found.trained.exact) + 1)
     with drawing("noise", "epoch", "gradient noise scale, samples") as drawn:
         axes = drawn.axes
-        axes.plot(
-            epochs,
-            found.trained.exact,
-            "-",
-            marker="o",
-            markersize=4,
-            color=SERIES[0],
-            label="all gradients, end of epoch",
-        )
-        axes.plot(
-            epochs,
-            found.trained.estimated,
-            "--",
-            marker="s",
-            markersize=4,
-            color=SERIES[1],
-            label="batches of the epoch",
-        )
+        lines = [
+            (found.trained.exact, "o-", "all gradients, end of epoch"),
+            (found.trained.estimated, "s--", "batches of the epoch"),
+        ]
+        for (values, style, label), color in zip(lines, SERIES, strict=False):
+            axes.plot(epochs, values, style, markersize=4, color=color, label=label)
         axes.axhline(found.settings.batch, color=INK, linewidth=0.8, linestyle=":", label="batch size")
         _logarithmic(axes)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -74,6 +74,11 @@ class Convolution(Factor):
         return self.x.shape[1] * prod((self.x if self.geometry.transposed else self.dy).shape[3:])
 
     @property
+    def _patches(self) -> int:
+        """Elements of one sample's unfolded input."""
+        return self.positions * prod(self.size[1:]) * self.geometry.groups
+
+    @property
     def _key(self) -> Key:
         """What choices go by."""
         return key_of(self.x, self.dy, self.size, self.geometry)
@@ -91,24 +96,24 @@ class Convolution(Factor):
         for part in self._in_cache(space, _TEMPORARIES * self.numel):
             out = None if own else space.take((part.batch, *self.shape), self.dtype, self.device)
             norms.append(row_norms(part.stack(out)))
-        return norms[0] if len(norms) == 1 else torch.cat(norms)
+        return torch.cat(norms)
 
     def _norms_by_positions(self, space: Workspace) -> Tensor:
         """Of gradients with their elements in another order."""
-        patches, norms = self.positions * prod(self.size[1:]) * self.geometry.groups, []
+        patches, norms = self._patches, []
         for part in self._in_cache(space, max(patches, self.numel)):
             memory = space.take((part.batch, patches + self.numel), wide(self.dtype), self.device).flatten()
             left, right = part._matrices(memory)
             out = memory[right.numel() :].view(len(left), left.shape[2], right.shape[2])
             torch.bmm(left.mT, right, out=out)
             norms.append(row_norms(out.view(part.batch, self.numel).to(self.dtype)))  # infinite where that is
-        return norms[0] if len(norms) == 1 else torch.cat(norms)
+        return torch.cat(norms)
 
     def _norms_by_patches(self, space: Workspace) -> Tensor:
-        patches, groups = self.positions * prod(self.size[1:]) * self.geometry.groups, self.geometry.groups
-        each = patches + 2 * groups * self.positions * min(self.positions, ROWS)
+        groups = self.geometry.groups
+        each = self._patches + 2 * groups * self.positions * min(self.positions, ROWS)
         parts = (
-            part._matrices(space.take((part.batch, patches), wide(self.dtype), self.device))
+            part._matrices(space.take((part.batch, self._patches), wide(self.dtype), self.device))
             for part in self._in_cache(space, each)
         )
         return self._norms_by_gram(parts, groups, space)

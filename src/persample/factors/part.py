@@ -26,10 +26,6 @@ class Part(Factor):
         batch, nbytes = whole.batch // count, whole.nbytes // count
         return [cls(whole, place, count, batch, nbytes) for place in range(count)]
 
-    def of(self, whole: Factor) -> Part:
-        """The same part of the same samples in another form."""
-        return Part(whole, self.place, self.count, self._batch, whole.nbytes // self.count)
-
     @cached_property
     def alone(self) -> Factor:
         """The same as a factor of its own."""

@@ -1,9 +1,9 @@
 """Plans of graphs that have been seen before.
 
-A training loop builds the same graph at every step. Reading its outline costs a seventh of planning: the kinds of its
-nodes, how they hang together, the shapes of their cotangents, and which leaves are whose parameters. If a graph of the
-same outline was planned before, and its nodes still answer as they did to all that was asked of them then, the plan is
-the same, node for node. Plans that data had a part in are not remembered.
+A training loop builds the same graph at every step. Reading its outline costs a fraction of planning: the kinds of its
+nodes, how they hang together, the shapes of their cotangents where these do not follow from others, and which leaves
+are whose parameters. If a graph of the same outline was planned before, and its nodes still answer as they did to all
+that was asked of them then, the plan is the same, node for node. Plans that data had a part in are not remembered.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Nanoseconds for what `conv_costs` counts, fitted to measurements by ``python -m benchmarks.fit_convolutions``.
 
-One table for each kind of CPU that PyTorch tells apart. Only the order of the sums matters.
+One table for each kind of CPU that PyTorch tells apart. Only the order of the sums matters. A table is made of several
+runs, brought to one speed by the kernels that were in all of them. "forward, blocks" of AVX512 is a quarter more than
+what was fitted to its 22 shapes: it was too little for the first layer of a small CNN.
 """
 
 from collections.abc import Mapping
