@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from .._errors import UnsupportedError
 from ..factors import Dense, Factor, Masked, Part, combine
 from . import saved
 from .bundles import Bundle
 from .custom import taught
 from .fallback import push_masked
-from .gather import Gathering
+from .gather import Births, Gathering, changed_in_place
 from .invoke import call, is_opaque, sum_to
 from .layout import Layout, labels
 from .plan import Plan, Route
@@ -73,13 +72,15 @@ class Capture:
             self._rely_on([t for kept in bundle.kept for t in kept.values()])
         gathered = [Gathering(bundle.nodes, bundle.watch) for bundle in self.plan.bundles]
         handles = [node.register_prehook(partial(self._consume, node)) for node in self.plan.hooked]
-        for gathering in gathered:
-            handles += gathering.hook()
+        births = Births(self.plan.sources)
+        for watching in (births, *gathered):
+            handles += watching.hook()
         try:
             cotangents = self._backward(retain_graph)
         finally:
             for handle in handles:
                 handle.remove()
+        births.check(cotangents)
         self._check_unchanged()
         left = [*self.pending, *[node for node in self.plan.rest if node not in self.done and not is_leaf(node)]]
         with torch.no_grad():
@@ -91,21 +92,15 @@ class Capture:
                 self._finish(cotangents)
 
     def _rely_on(self, tensors: Sequence[Tensor]) -> None:
-        """These are to stay as they are until the backward is over, or nobody has them any more.
-
-        Those made in inference mode have no versions.
-        """
-        self.lent += [(ref(t), saved.version(t)) for t in tensors if not t.is_inference()]
+        """These are to stay as they are until the backward is over, or nobody has them any more."""
+        self.lent += [(ref(t), saved.version(t)) for t in tensors]
 
     def _check_unchanged(self) -> None:
         """Factors are made of cotangents and saved tensors, which others may change in place when their turn comes."""
         for reference, version in self.lent:
             t = reference()
             if t is not None and saved.version(t) != version:
-                raise UnsupportedError(
-                    f"a cotangent or a saved tensor of shape {tuple(t.shape)} was changed in place during the "
-                    f"backward, by a hook or a custom Function: let it work on a copy"
-                )
+                raise changed_in_place(t)
 
     def _untie(self, bundle: Bundle, cotangents: Mapping[int, Tensor]) -> None:
         """The factors of a bundle's parameters, those whose nodes got a cotangent."""

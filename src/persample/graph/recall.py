@@ -184,6 +184,7 @@ def _renamed(plan: Plan, names: Any) -> Plan:
         {names[node]: outputs for node, outputs in plan.frontier.items()},
         [names[node] for node in plan.hooked],
         [(names[node], nr) for node, nr in plan.requested],
+        [(names[node], k, (names[to], nr)) for node, k, (to, nr) in plan.sources],
         {
             (names[node], k): (tuple([names[view] for view in views]), names[leaf])
             for (node, k), (views, leaf) in plan.direct.items()

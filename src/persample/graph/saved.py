@@ -93,8 +93,8 @@ def late_hooks(t: Tensor) -> list[Callable[[Tensor], None]]:
 
 
 def version(t: Tensor) -> int:
-    """How often a tensor, or one that shares its memory, has been changed in place."""
-    return int(t._version)
+    """How often a tensor, or one that shares its memory, has been changed in place; inference mode does not count."""
+    return 0 if t.is_inference() else int(t._version)
 
 
 def keeps_graph() -> bool:
