@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor
 from torch.autograd.graph import Node
 
+from .contraction import read_contraction
 from .custom import taught
 from .flows import FLOWS
 from .flows.products import LETTERS
@@ -15,7 +17,7 @@ from .flows.shapes import SECTIONS
 from .invoke import is_compiled, is_opaque
 from .layout import Block, Labels, Layout, Shape, join
 from .names import POINTWISE, READS
-from .probe import probe_node, probe_slots
+from .probe import probe_call, probe_node, probe_slots
 from .roots import Roots
 from .saved import constants, in_checkpoint, is_custom
 from .site import Fate, Flow, Site, Sites, weights_only
@@ -62,7 +64,7 @@ class _Assignment:
     def __init__(self, tape: Tape, roots: Roots) -> None:
         self.tape, self.roots = tape, roots
         self.map = Map(roots.batch, Sites(tape))
-        self.forced: dict[Slot, Fate] | None = None  # what a real backward showed below custom nodes
+        self.brought: dict[Node, list[Tensor | None]] = {}  # cotangents of this call, where nodes were asked with them
         self.settled: dict[Slot, Fate] = {}  # cotangents of which a real backward showed the whole sum
 
     def run(self) -> Map:
@@ -127,15 +129,37 @@ class _Assignment:
         """Sizes and dims did not decide: is it a weight, and if not, what do this call's numbers say?"""
         if site.is_weight(k):
             return Flow.SHARED
+        product = site.name in LETTERS and not is_opaque(site.node)
+        if product and not self.tape.reaches(slot[0], self._holds_rows):
+            return Flow.SHARED  # not one sample's in any case
         self.map.probed.add(site.node)
         if is_opaque(site.node) and not is_compiled(site.node):
-            return self._by_backward()[slot]
-        if not asked:
-            asked += probe_node(site, layouts, self.map.batch)
-        if asked[k] is Flow.MIXED:
-            shared = site.name in LETTERS and not self.tape.reaches(slot[0], self._holds_rows)
-            return Flow.SHARED if shared else self._look_again(slot)
-        return asked[k]
+            given = self._cotangents(site)
+            if any(g is None for g in given):  # which only the engine can say as the Function wants to hear it
+                return probe_slots(self.tape, self.roots, [slot])[slot]
+            if not asked:
+                asked += probe_call(site, given, layouts, self.map.batch)
+            return asked[k]
+        (layout,) = layouts if product else (None,)
+        readable = layout is not None and not in_checkpoint(site.node)
+        if layout is not None and readable:
+            fate = read_contraction(site, k, layout)
+        else:
+            if not asked:
+                asked += probe_node(site, layouts, self.map.batch)
+            fate = asked[k]
+        if fate is not Flow.MIXED or self.compiled:
+            return fate
+        # Samples could meet here; do they in this call, or are they kept apart by zeros in the cotangent?
+        given = self._cotangents(site)
+        if layout is not None and readable:
+            return None if given[0] is None else read_contraction(site, k, layout, given[0])
+        return probe_call(site, given, layouts, self.map.batch)[k]
+
+    @property
+    def compiled(self) -> bool:
+        """Is there a compiled region, which may refuse to run while the graph is kept?"""
+        return any(is_compiled(node) for node in self.tape.order)
 
     def _holds_rows(self, node: Node) -> bool:
         """Does a node compute with rows of data that may be the batch's?"""
@@ -148,13 +172,20 @@ class _Assignment:
         )
 
     def _look_again(self, slot: Slot) -> Fate:
-        """Samples could meet here, random cotangents say; do they in this call, or are they kept apart by zeros?"""
-        if any(is_compiled(node) for node in self.tape.order):  # compiled regions may refuse to run while kept
+        """Two contributions are of different samples at one place; are they in this call, or is one of them zero?"""
+        if self.compiled:
             return Flow.MIXED
         fate = self.settled[slot] = probe_slots(self.tape, self.roots, [slot])[slot]
         if fate is not None:
             self.map.cotangents[slot] = fate
         return fate
+
+    def _cotangents(self, site: Site) -> list[Tensor | None]:
+        """What this call's backward brings to a node; to custom ones all at once."""
+        if site.node not in self.brought:
+            nodes = [n for n in self.tape.order if is_opaque(n) and not is_compiled(n)]
+            self.brought |= self.roots.passing(nodes if site.node in nodes else [site.node], self.tape.edges)
+        return self.brought[site.node]
 
     def _by_rule(self, site: Site, k: int, layouts: Sequence[Layout | None]) -> Fate:
         if is_opaque(site.node):
@@ -162,19 +193,6 @@ class _Assignment:
             return Flow.PROBE if known is None or known.flow is None else known.flow(site, k, layouts)
         rule = FLOWS.get(site.name)
         return Flow.PROBE if rule is None else rule(site, k, layouts)
-
-    def _by_backward(self) -> dict[Slot, Fate]:
-        """What lies below custom nodes, asked once for all of them."""
-        if self.forced is None:
-            slots = {
-                slot
-                for node in self.tape.order
-                if is_opaque(node) and not is_compiled(node)
-                for slot in self.tape.edges[node]
-                if slot is not None and not is_leaf(slot[0])
-            }
-            self.forced = probe_slots(self.tape, self.roots, list(slots))
-        return self.forced
 
     def _merge(self, slot: Slot, fate: Fate) -> None:
         """Add one more contribution to a cotangent."""

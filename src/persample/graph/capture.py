@@ -73,8 +73,9 @@ class Capture:
         gathered = [Gathering(bundle.nodes, bundle.watch) for bundle in self.plan.bundles]
         handles = [node.register_prehook(partial(self._consume, node)) for node in self.plan.hooked]
         births = Births(self.plan.sources)
-        for watching in (births, *gathered):
-            handles += watching.hook()
+        handles += births.hook()
+        for gathering in gathered:
+            handles += gathering.hook()
         try:
             cotangents = self._backward(retain_graph)
         finally:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._errors import UnsupportedError
 from .capture import Capture
-from .entry import check_reached
+from .entry import check_reached, whole_graph
 from .interaction import interactions
 from .layout import Block, Layout, Shape, sample_dims, split
 from .plan import plan
@@ -80,4 +80,4 @@ def describe(losses: Tensor, params: Mapping[str, Tensor]) -> tuple[list[Handlin
     for name, listed in rows.items():
         if not listed:
             listed.append(Handling(name, "", "", "", "zeros: the losses do not reach it"))
-    return [row for listed in rows.values() for row in listed], interactions(found.tape, found.map)
+    return [row for listed in rows.values() for row in listed], interactions(*whole_graph(roots, found))

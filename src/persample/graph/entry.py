@@ -15,6 +15,7 @@ from torch.autograd.graph import Node
 
 from .._errors import InteractionError, PerformanceWarning, UnsupportedError
 from ..factors import Dense, Factor, Masked
+from .assign import Map, assign
 from .bundles import bundle_up
 from .capture import Capture, PartsSink, Sink
 from .custom import taught
@@ -25,7 +26,7 @@ from .notes import noting
 from .plan import Plan, plan
 from .recall import outline, recall, remember
 from .roots import Roots, slot_of
-from .tape import Slot, Tape, walk
+from .tape import Slot, Tape, leaf_of, walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +95,11 @@ def capture_from(
     The plan is put to the ``check`` before anything is run. The ordinary gradients at ``plain`` come back. ``tape`` is
     the graph, if it has been walked already.
     """
-    found, meeting = planned(roots, params, plain, tape, check)
+    found, meeting, unseen = planned(roots, params, plain, tape, check, independent=independent)
     if meeting:
         _report_interaction(meeting, independent)
-    elif independent and not trust_unseen:
-        _refuse_unseen(found.tape)
+    elif unseen and not trust_unseen:
+        _refuse_unseen(unseen)
     if tell_bytes is not None:
         tell_bytes(found.activations * roots.itemsize)
     running = Capture(found, roots, params, sink, plain, sink_parts)
@@ -116,26 +117,44 @@ def planned(
     plain: Sequence[Slot] = (),
     tape: Tape | None = None,
     check: Check | None = None,
-) -> tuple[Plan, list[str]]:
-    """What to do with this graph, and the ops in which samples meet."""
+    *,
+    independent: bool = False,
+) -> tuple[Plan, list[str], list[str]]:
+    """What to do with this graph, the ops in which samples meet, and those of which nobody can tell.
+
+    If they are to be ``independent``, all between data and losses is looked at, whatever parameters it leads to.
+    """
     tensors = list(params.values())
-    seen = outline(roots, tensors, plain, check.known if check else {}, check.terms if check else None)
+    terms = (check.terms if check else None, independent)
+    seen = outline(roots, tensors, plain, check.known if check else {}, terms)
     known = None if seen is None else recall(seen)
     if known is not None:
         check_reached(known.tape, params)
-        return known, []
+        return known, [], []
     with noting() as notes:
         found = plan(roots, tensors, plain, tape=tape)
         check_reached(found.tape, params)
         _refuse_module_hooks(found)
-        meeting = interactions(found.tape, found.map)
+        whole, everywhere = whole_graph(roots, found) if independent else (found.tape, found.map)
+        meeting = interactions(whole, everywhere)
+        unseen = _unseen(whole) if independent else []
         if not meeting:
             bundle_up(found)
     if check is not None and not meeting:
         check.test(found)
-    if seen is not None and not meeting:
+    if seen is not None and not meeting and not unseen:
         remember(seen, found, notes)
-    return found, meeting
+    return found, meeting, unseen
+
+
+def whole_graph(roots: Roots, found: Plan) -> tuple[Tape, Map]:
+    """All of a graph, and where samples lie in it. Leaves that nobody asked for are data if they are no parameters."""
+    if not found.tape.others:
+        return found.tape, found.map
+    others = {node: leaf_of(node) for node in found.tape.others}
+    tape = walk([node for node, _ in roots.slots], [*found.tape.leaves.values(), *others.values()])
+    tape.data = {node for node, leaf in others.items() if not isinstance(leaf, torch.nn.Parameter)}
+    return tape, assign(tape, roots)
 
 
 def capture(
@@ -176,14 +195,16 @@ def _refuse_module_hooks(found: Plan) -> None:
         )
 
 
-def _refuse_unseen(tape: Tape) -> None:
+def _unseen(tape: Tape) -> list[str]:
     """Independence cannot be promised for data that goes straight into a node whose inside nobody sees."""
-    hidden = list(dict.fromkeys(type(node).__name__ for node in tape.order if _is_unseen(tape, node)))
-    if hidden:
-        raise InteractionError(
-            f"cannot see inside {', '.join(hidden)}, which is given data and weights: whether samples interact there "
-            f"is unknown. Ask the same of the model without torch.compile or custom Functions, or drop independent=True"
-        )
+    return list(dict.fromkeys(type(node).__name__ for node in tape.order if _is_unseen(tape, node)))
+
+
+def _refuse_unseen(hidden: Sequence[str]) -> None:
+    raise InteractionError(
+        f"cannot see inside {', '.join(hidden)}, which is given data and weights: whether samples interact there "
+        f"is unknown. Ask the same of the model without torch.compile or custom Functions, or drop independent=True"
+    )
 
 
 def _is_unseen(tape: Tape, node: Node) -> bool:

@@ -18,8 +18,8 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from .._errors import UnsupportedError
-from .tape import Slot
 from .saved import is_custom, version
+from .tape import Slot
 
 
 @dataclass(slots=True)

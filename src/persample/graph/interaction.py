@@ -15,8 +15,8 @@ from torch.autograd.graph import Node
 
 from . import saved
 from .assign import Map
-from .flows.fibres import BATCH_NORMS, normalises_batch
-from .layout import Labels, Layout, sample_dims
+from .flows.fibres import BATCH_NORMS, WINDOWS, mixed_dims, normalises_batch
+from .layout import Labels, Layout, labels, sample_dims
 from .names import READS, WEIGHT_VIEWS
 from .notes import ask
 from .site import Flow, computes_with_data
@@ -27,9 +27,11 @@ _BATCH_NORMS = frozenset(BATCH_NORMS.split())
 
 def interactions(tape: Tape, map: Map) -> list[str]:
     """The ops in which samples are seen to meet, nearest to the losses first."""
-    found = dict.fromkeys(_batch_statistics(tape, map) + _crossed_rows(tape, map))
+    found = dict.fromkeys(
+        _batch_statistics(tape, map) + _mixed_data(tape, map) + _counted_rows(tape, map) + _crossed_rows(tape, map)
+    )
     partly = _partly_separable(tape, map)
-    meeting = {n for n in map.batched if not is_leaf(n) and _meets(tape, map, n, n in partly)}
+    meeting = {n for n in map.batched if _meets(tape, map, n, n in partly)}
     return list(found | _trails(tape, map, meeting)) if meeting else list(found)
 
 
@@ -54,6 +56,8 @@ def _trails(tape: Tape, map: Map, meeting: set[Node]) -> dict[str, None]:
 def _meets(tape: Tape, map: Map, node: Node, partly: bool) -> bool:
     """Do several samples' cotangents meet at a batched node that computes with data?"""
     mixed = partly or any(map.cotangents.get((node, nr)) is Flow.MIXED for nr in range(len(tape.shapes(node))))
+    if is_leaf(node):
+        return mixed and node in tape.data
     return (mixed and tape.reaches(node, lambda n: n in tape.fed or op_name(n) in READS)) or _holds_batch_data(
         tape, node, map.batch
     )
@@ -69,6 +73,35 @@ def _batch_statistics(tape: Tape, map: Map) -> list[str]:
         if normalises_batch(site) and node not in map.batched:
             layout = map.cotangents.get((node, 0))
             if layout is not None and not isinstance(layout, Flow) and 1 not in sample_dims(layout, site.shapes[0]):
+                found.append(site.name)
+    return found
+
+
+def _mixed_data(tape: Tape, map: Map) -> list[str]:
+    """Ops that are given data and have results of different samples in one window, norm or sequence of them."""
+    found = []
+    for node in tape.order:
+        if node in map.batched or node not in tape.fed or op_name(node) not in WINDOWS:
+            continue
+        site, layout = map.sites[node], map.cotangents.get((node, 0))
+        if site.edges[0] is not None or not isinstance(layout, Layout):
+            continue
+        shape, dims = mixed_dims(site)
+        if sample_dims(layout, site.shapes[0]) == (0,) and 0 not in dims:
+            continue
+        mark = labels(layout, site.shapes[0]).expand(site.shapes[0]).reshape(shape)
+        if mark.numel() and any(bool((mark != mark.narrow(d, 0, 1)).any()) for d in dims):
+            found.append(site.name)
+    return found
+
+
+def _counted_rows(tape: Tape, map: Map) -> list[str]:
+    """Embeddings whose gradients are divided by how often the whole batch reads a row."""
+    found = []
+    for node in tape.order:
+        if node not in map.batched and op_name(node) in ("Embedding", "EmbeddingBag"):
+            site, layout = map.sites[node], map.cotangents.get((node, 0))
+            if isinstance(layout, Layout) and site.value("scale_grad_by_freq") and sample_dims(layout, site.shapes[0]):
                 found.append(site.name)
     return found
 

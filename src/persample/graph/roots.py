@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from .layout import Block, Layout
 from .saved import metadata
@@ -45,6 +46,24 @@ class Roots:
         with torch.enable_grad():
             total = self.losses.sum()  # a cotangent of ones, without the imports that a given one costs once
         return torch.autograd.grad(total, _edges(inputs), retain_graph=retain_graph, allow_unused=True)
+
+    def passing(
+        self, nodes: Sequence[Node], edges: Mapping[Node, Sequence[Slot | None]]
+    ) -> dict[Node, list[Tensor | None]]:
+        """The cotangents that come to ``nodes``, copied as they do: somebody may change them later on."""
+        found: dict[Node, list[Tensor | None]] = {node: [None] * len(metadata(node)) for node in nodes}
+
+        def keep(node: Node, grads: Sequence[Tensor | None]) -> None:
+            found[node] = [None if g is None else g.clone() for g in grads]
+
+        handles = [node.register_prehook(partial(keep, node)) for node in nodes]
+        below = dict.fromkeys(slot for node in nodes for slot in edges[node] if slot is not None)
+        try:
+            self.backward(list(below), retain_graph=True)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return found
 
     def pull(
         self, cotangents: Sequence[Tensor], inputs: Sequence[Slot], *, retain_graph: bool
