@@ -131,12 +131,6 @@ def layer_norm_over_samples() -> Program:
 
 
 @first
-def rms_norm_over_samples() -> Program:
-    net, x = nn.RMSNorm([B, 6]), data()
-    return net, lambda: net(x).square().sum(1)
-
-
-@first
 def group_norm_over_samples() -> Program:
     net, x = nn.GroupNorm(2, B), data()
     return net, lambda: net(x[None]).square().sum((0, 2))

@@ -58,9 +58,9 @@ def _meets(tape: Tape, map: Map, node: Node, partly: bool) -> bool:
     mixed = partly or any(map.cotangents.get((node, nr)) is Flow.MIXED for nr in range(len(tape.shapes(node))))
     if is_leaf(node):
         return mixed and node in tape.data
-    return (mixed and tape.reaches(node, lambda n: n in tape.fed or op_name(n) in READS)) or _holds_batch_data(
-        tape, node, map.batch
-    )
+    return (
+        mixed and tape.reaches(node, lambda n: n in tape.fed or n in tape.data or op_name(n) in READS)
+    ) or _holds_batch_data(tape, node, map.batch)
 
 
 def _batch_statistics(tape: Tape, map: Map) -> list[str]:
