@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import persample as ps
+from persample.graph import probe
 from tests.case_library.interaction import MIXERS
 from tests.reference import assert_same, definition
 
@@ -231,3 +232,128 @@ def test_the_promise_is_not_remembered_for_those_who_did_not_ask() -> None:
     with pytest.raises(ps.InteractionError, match="NativeBatchNorm"):
         ps.grad(losses(), net[2], independent=True)
     assert_same(ps.grad(losses(), net[2]), definition(losses(), net[2]))
+
+
+# Samples that do not interact, with sizes that coincide: H positions, of which B may be a divisor.
+Alike = Callable[[int, int], Program]
+COINCIDING: dict[str, Alike] = {}
+
+
+def coinciding(fn: Alike) -> Alike:
+    COINCIDING[fn.__name__] = fn
+    return fn
+
+
+def distances(n: int) -> Tensor:
+    return torch.arange(n)[:, None] - torch.arange(n) + n - 1
+
+
+class Weights(nn.Module):
+    """A square weight for features, one for positions, and a table of relative positions."""
+
+    def __init__(self, H: int) -> None:
+        super().__init__()
+        self.w, self.square = nn.Parameter(torch.randn(3, 3)), nn.Parameter(torch.randn(H, H))
+        self.table, self.places = nn.Parameter(torch.randn(2 * H, 3)), nn.Parameter(torch.randn(H, 3))
+
+
+@coinciding
+def relative_positions_of_sam(n: int, H: int) -> Program:
+    net, x = Weights(H), torch.randn(n, H, H, 3)
+
+    def losses() -> Tensor:
+        q, r = x @ net.w, net.table[distances(H)]
+        rows, columns = torch.einsum("bhwc,hkc->bhwk", q, r), torch.einsum("bhwc,wkc->bhwk", q, r)
+        return (rows.unsqueeze(-1) + columns.unsqueeze(-2)).softmax(-1).square().sum((1, 2, 3, 4))
+
+    return [net.w, net.table], losses
+
+
+@coinciding
+def relative_keys_of_wav2vec2_bert(n: int, H: int) -> Program:
+    net, x = Weights(H), torch.randn(n, H, 3)
+    near = distances(H).clamp(1, H)
+    return [
+        net.w,
+        net.table,
+    ], lambda: torch.einsum("bld,lrd->blr", x @ net.w, F.embedding(near, net.table)).softmax(-1).square().sum((1, 2))
+
+
+@coinciding
+def scores_of_positions(n: int, H: int) -> Program:
+    net, x, where = Weights(H), torch.randn(n, 5, 3), torch.arange(H)
+    return [
+        net.w,
+        net.places,
+    ], lambda: (x @ net.w @ F.embedding(where, net.places).t()).softmax(-1).square().sum((1, 2))
+
+
+@coinciding
+def mixing_table_of_positions(n: int, H: int) -> Program:
+    net, x, mask = Weights(H), torch.randn(n, H, 3), torch.ones(H, H).tril()
+    return [net.w, net.square], lambda: ((net.square * mask) @ (x @ net.w)).tanh().square().sum((1, 2))
+
+
+@coinciding
+def table_of_positions_time_first(n: int, H: int) -> Program:
+    net, x, mask = Weights(H), torch.randn(H, n, 3), torch.ones(H, H).tril()
+    return [
+        net.w,
+        net.square,
+    ], lambda: torch.einsum("st,tbc->sbc", net.square * mask, x @ net.w).tanh().square().sum((0, 2))
+
+
+@coinciding
+def transformed_positions(n: int, H: int) -> Program:
+    net, x, fixed = Weights(H), torch.randn(n, H, 3), torch.randn(H, H)
+    return [net.w, net.places], lambda: (x @ net.w + fixed @ net.places).tanh().square().sum((1, 2))
+
+
+@coinciding
+def transformed_weight(n: int, H: int) -> Program:
+    net, x, fixed = Weights(H), torch.randn(n, 2, H), torch.randn(H, H)
+    return [net.square], lambda: (x @ (fixed @ net.square)).tanh().square().sum((1, 2))
+
+
+def transform(equation: str) -> None:
+    def build(n: int, H: int) -> Program:
+        net, x, fixed = Weights(H), torch.randn(n, H, H, 3), torch.randn(H, H)
+        return [net.w], lambda: torch.einsum(equation, x @ net.w, fixed).tanh().square().sum((1, 2, 3))
+
+    COINCIDING[f"transform {equation}"] = build
+
+
+for equation in ("bhwc,hk->bkwc", "bhwc,wk->bhkc", "bhwc,kh->bkwc", "bhwc,kw->bhkc"):
+    transform(equation)
+
+
+@pytest.mark.parametrize(("n", "H"), [(2, 4), (4, 4), (3, 4), (2, 8), (8, 4)])
+@pytest.mark.parametrize("name", COINCIDING)
+def test_sizes_that_coincide_are_no_interaction(name: str, n: int, H: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor are the data asked, which would have to be done at every call."""
+    params, losses = COINCIDING[name](n, H)
+    want = definition(losses(), params)
+    monkeypatch.setattr(probe, "_ask", lambda *a, **k: pytest.fail("the data were asked"))
+    for _ in range(2):
+        assert_same(ps.grad(losses(), params, independent=True), want)
+
+
+def test_words_read_by_other_samples_are_no_positions() -> None:
+    """The twin of a table of positions: the same graph, but the integers are the samples' own."""
+    table, w, x = nn.Parameter(torch.randn(9, 3)), nn.Parameter(torch.randn(3, 3)), torch.randn(B, 3)
+    losses = lambda ids: (x @ w @ F.embedding(ids, table).t()).softmax(-1).square().sum(1)  # noqa: E731
+    with pytest.raises(ps.InteractionError, match="samples interact in Mm"):
+        ps.norms(losses(torch.tensor([5, 0, 7, 3])), [table, w], independent=True)
+    ps.norms(losses(torch.arange(B)), [table, w], independent=True)
+    with pytest.raises(ps.InteractionError, match="samples interact in Mm"):
+        ps.norms(losses(torch.tensor([5, 0, 7, 3])), [table, w], independent=True)
+
+
+def test_data_that_samples_use_are_no_positions() -> None:
+    """Values of the whole batch, weighted by scores whose keys have no gradient: the same data are used by sample."""
+    net, x = layers(), torch.randn(B, 3)
+    keys = torch.randn(B, 4)
+    values = nn.Linear(3, 2)
+    mixed = lambda: losses_of((net[0](x) @ keys.t()).softmax(-1) @ values(x))  # noqa: E731
+    with pytest.raises(ps.InteractionError, match="samples interact"):
+        ps.norms(mixed(), [*net[0].parameters(), *values.parameters()], independent=True)

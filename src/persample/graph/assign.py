@@ -16,10 +16,11 @@ from .flows.registry import whole
 from .flows.shapes import SECTIONS
 from .invoke import is_compiled, is_opaque
 from .layout import Block, Labels, Layout, Shape, join
-from .names import POINTWISE, READS
+from .names import POINTWISE
 from .probe import probe_call, probe_node, probe_slots
 from .roots import Roots
-from .saved import constants, in_checkpoint, is_custom
+from .rows import may_meet_below
+from .saved import in_checkpoint, is_custom
 from .site import Fate, Flow, Site, Sites, weights_only
 from .tape import Slot, Tape, is_leaf, op_name
 
@@ -130,7 +131,7 @@ class _Assignment:
         if site.is_weight(k):
             return Flow.SHARED
         product = site.name in LETTERS and not is_opaque(site.node)
-        if product and not self.tape.reaches(slot[0], self._holds_rows):
+        if product and not may_meet_below(self.tape, self.map.sites, site, k, self.map.batch):
             return Flow.SHARED  # not one sample's in any case
         self.map.probed.add(site.node)
         if is_opaque(site.node) and not is_compiled(site.node):
@@ -160,16 +161,6 @@ class _Assignment:
     def compiled(self) -> bool:
         """Is there a compiled region, which may refuse to run while the graph is kept?"""
         return any(is_compiled(node) for node in self.tape.order)
-
-    def _holds_rows(self, node: Node) -> bool:
-        """Does a node compute with rows of data that may be the batch's?"""
-        if node not in self.tape.fed and op_name(node) not in READS:
-            return False
-        return in_checkpoint(node) or any(
-            (t.ndim > 1 or not t.is_floating_point()) and len(t) % self.map.batch == 0
-            for t in constants(node)
-            if t.ndim > 0
-        )
 
     def _look_again(self, slot: Slot) -> Fate:
         """Two contributions are of different samples at one place; are they in this call, or is one of them zero?"""

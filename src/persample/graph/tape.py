@@ -53,6 +53,16 @@ class Tape:
                     stack.append(slot[0])
         return False
 
+    def below(self, node: Node) -> set[Node]:
+        """This node and all below it."""
+        stack, seen = [node], {node}
+        while stack:
+            for slot in self.edges[stack.pop()]:
+                if slot is not None and slot[0] not in seen:
+                    seen.add(slot[0])
+                    stack.append(slot[0])
+        return seen
+
 
 def op_name(node: Node) -> str:
     """``AddmmBackward0`` and its like without the suffix: the name rules are registered under."""
