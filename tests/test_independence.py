@@ -357,3 +357,34 @@ def test_data_that_samples_use_are_no_positions() -> None:
     mixed = lambda: losses_of((net[0](x) @ keys.t()).softmax(-1) @ values(x))  # noqa: E731
     with pytest.raises(ps.InteractionError, match="samples interact"):
         ps.norms(mixed(), [*net[0].parameters(), *values.parameters()], independent=True)
+
+
+def subset(ask: int, between: Callable[[Tensor], Tensor] = lambda u: u) -> Program:
+    """Weights that are plain tensors, as in functional code, of which one is asked for; all sizes are B."""
+    x, u, w = torch.randn(B, B), torch.randn(B, B, requires_grad=True), torch.randn(B, B, requires_grad=True)
+    return [(u, w)[ask]], lambda: losses_of(x @ between(u) @ w)
+
+
+PLAIN: dict[str, Callable[[], Program]] = {
+    "last": lambda: subset(1),
+    "first": lambda: subset(0),
+    "below a function": lambda: subset(1, torch.tanh),
+    "below a softmax": lambda: subset(1, lambda u: u.softmax(0)),
+    "below a product": lambda: subset(1, lambda u: u @ u),
+    "below a read": lambda: subset(1, lambda u: u[torch.tensor([0, 2, 2, 1])]),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_weights_that_are_not_asked_for_are_no_data(name: str) -> None:
+    params, losses = PLAIN[name]()
+    assert_same(ps.grad(losses(), params, independent=True), definition(losses(), params))
+
+
+def test_a_table_that_is_not_asked_for_is_no_data() -> None:
+    table, other, ids = (
+        torch.randn(5, 3, requires_grad=True),
+        torch.randn(2, requires_grad=True),
+        torch.tensor([1, 1, 0]),
+    )
+    ps.norms(F.embedding(ids, table).sum(1), [other], independent=True)

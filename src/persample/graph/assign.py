@@ -128,7 +128,7 @@ class _Assignment:
 
     def _by_data(self, site: Site, k: int, slot: Slot, layouts: Sequence[Layout | None], asked: list[Fate]) -> Fate:
         """Sizes and dims did not decide: is it a weight, and if not, what do this call's numbers say?"""
-        if site.is_weight(k):
+        if site.is_weight(k) and not self._is_used_as_data(site, k):
             return Flow.SHARED
         product = site.name in LETTERS and not is_opaque(site.node)
         if product and not may_meet_below(self.tape, self.map.sites, site, k, self.map.batch):
@@ -156,6 +156,12 @@ class _Assignment:
         if layout is not None and readable:
             return None if given[0] is None else read_contraction(site, k, layout, given[0])
         return probe_call(site, given, layouts, self.map.batch)[k]
+
+    def _is_used_as_data(self, site: Site, k: int) -> bool:
+        """Has a doubtful leaf a place for every sample here, other than as operand of a product?"""
+        slot = site.edges[k]
+        doubtful = slot is not None and self.tape.reaches(slot[0], lambda node: node in self.tape.doubtful)
+        return doubtful and site.name not in LETTERS and site.shapes[0] == site.target(k)
 
     @property
     def compiled(self) -> bool:

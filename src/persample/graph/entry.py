@@ -148,12 +148,12 @@ def planned(
 
 
 def whole_graph(roots: Roots, found: Plan) -> tuple[Tape, Map]:
-    """All of a graph, and where samples lie in it. Leaves that nobody asked for are data if they are no parameters."""
+    """All of a graph, and where samples lie in it; leaves nobody asked for may be data, if they are no parameters."""
     if not found.tape.others:
         return found.tape, found.map
     others = {node: leaf_of(node) for node in found.tape.others}
     tape = walk([node for node, _ in roots.slots], [*found.tape.leaves.values(), *others.values()])
-    tape.data = {node for node, leaf in others.items() if not isinstance(leaf, torch.nn.Parameter)}
+    tape.doubtful = {node for node, leaf in others.items() if not isinstance(leaf, torch.nn.Parameter)}
     return tape, assign(tape, roots)
 
 

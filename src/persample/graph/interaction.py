@@ -54,8 +54,9 @@ def _meets(tape: Tape, map: Map, node: Node, partly: bool) -> bool:
     """Do several samples' cotangents meet at a batched node that computes with data?"""
     mixed = partly or any(map.cotangents.get((node, nr)) is Flow.MIXED for nr in range(len(tape.shapes(node))))
     if is_leaf(node):
-        return mixed and node in tape.data
-    return mixed and tape.reaches(node, lambda n: n in tape.fed or n in tape.data or op_name(n) in READS)
+        return mixed and (node in tape.data or node in tape.doubtful)
+    data = {*tape.data, *tape.doubtful}
+    return mixed and tape.reaches(node, lambda n: n in tape.fed or n in data or op_name(n) in READS)
 
 
 def _batch_statistics(tape: Tape, map: Map) -> list[str]:

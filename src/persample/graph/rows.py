@@ -61,6 +61,11 @@ class Alignment:
         """Does a node compute with a constant whose rows may be the batch's?"""
         return self._ask(node, batch, self._dims.get((node, 0), frozenset()))
 
+    def may_read_samples(self, node: Node, batch: int) -> bool:
+        """Is a table read by integers that may be the samples' own?"""
+        along = 0 in self._dims.get((node, 0), frozenset()) and bool(ask(node, _reads_by_row))
+        return not along and bool(ask(node, partial(_reads_rows, batch=batch)))
+
     def is_excused(self, node: Node, batch: int) -> bool:
         """Are there such rows, that run along another dim?"""
         return self._ask(node, batch, frozenset()) and not self.may_hold_samples(node, batch)
@@ -79,15 +84,15 @@ def may_meet_below(tape: Tape, sites: Sites, site: Site, k: int, batch: int) -> 
     below = tape.below(slot[0])
     for node in tape.order:
         if node in below and not is_leaf(node):
-            if node in tape.data or (computes_with_data(tape, node) and _may_hold(tape, alignment, node, batch)):
+            if node in tape.data or (computes_with_data(tape, node) and _may_hold(alignment, node, batch)):
                 return True
             alignment.descend(node)
     return not below.isdisjoint(tape.data)
 
 
-def _may_hold(tape: Tape, alignment: Alignment, node: Node, batch: int) -> bool:
+def _may_hold(alignment: Alignment, node: Node, batch: int) -> bool:
     hidden = is_opaque(node) or saved.in_checkpoint(node)
-    return hidden or alignment.may_hold_samples(node, batch) or bool(ask(node, partial(_reads_rows, batch=batch)))
+    return hidden or alignment.may_hold_samples(node, batch) or alignment.may_read_samples(node, batch)
 
 
 def memory_of_rows(node: Node) -> set[int]:
@@ -157,6 +162,15 @@ def _runs_along(node: Node, t: Tensor, aligned: Dims, shape: Shape) -> bool:
         to_dims = broadcast_dims(shape, tuple(t.shape))
         return 0 in to_dims and to_dims.index(0) in aligned
     return False
+
+
+def _reads_by_row(node: Node) -> bool:
+    """Do the integers have the first dims of the result?"""
+    name = op_name(node)
+    if name in ("Index", "UnsafeIndex"):
+        given = [t is not None for t in saved.value(node, "indices")]
+        return given[0] and not any(given[1:])
+    return name == "Embedding" or (name == "IndexSelect" and saved.number(node, "dim") == 0)
 
 
 def _reads_rows(node: Node, batch: int) -> bool:

@@ -26,6 +26,7 @@ class Tape:
     others: list[Node] = field(default_factory=list)  # AccumulateGrad nodes that nobody asked for
     fed: set[Node] = field(default_factory=set)  # nodes with an operand that leads to no parameter: data, or a number
     data: Collection[Node] = ()  # leaves among them that are no weights
+    doubtful: Collection[Node] = ()  # leaves that may be weights, or data that carry a gradient
     weights: dict[Node, bool] = field(default_factory=dict)  # whether all below a node is computed from weights alone
     _shapes: dict[Node, tuple[Shape, ...]] = field(default_factory=dict)
 
