@@ -113,13 +113,27 @@ def is_custom(node: object) -> TypeGuard[BackwardCFunction]:
     return isinstance(node, BackwardCFunction)
 
 
+def is_torchs(node: object, *names: str) -> TypeGuard[BackwardCFunction]:
+    """A node of one of PyTorch's own Functions of these names, and not of a user's that is called the same."""
+    return (
+        type(node).__name__.removesuffix("Backward") in names
+        and is_custom(node)
+        and function_of(node).__module__.startswith("torch.")
+    )
+
+
+def is_compiled(node: Node) -> bool:
+    """A region made by ``torch.compile``: opaque, but linear."""
+    return is_torchs(node, "CompiledFunction")
+
+
 # Python nodes of torch.distributed that hand cotangents on as they are: DDP's at a model's outputs, FSDP2's at inputs.
-_THROUGH = frozenset({"_DDPSinkBackward", "RegisterPostBackwardFunctionBackward"})
+THROUGH = ("_DDPSink", "RegisterPostBackwardFunction")
 
 
 def passes_on(node: Node) -> TypeGuard[BackwardCFunction]:
     """Does this node only call a wrapper of the model, and give its cotangents to its inputs?"""
-    return type(node).__name__ in _THROUGH and is_custom(node) and function_of(node).__module__.startswith("torch.")
+    return is_torchs(node, *THROUGH)
 
 
 def passed_from(node: BackwardCFunction, k: int) -> int:
