@@ -149,9 +149,13 @@ def has(node: Node, name: str) -> bool:
 
 
 def tensor(node: Node, name: str) -> Tensor | None:
-    """A saved tensor, cut off from its graph; None if it was not needed."""
+    """A saved tensor, cut off from its graph; None if it was not needed. Sparse data come written out."""
     found = _read(node, name)
-    return None if found is None else found.detach()
+    return None if found is None else _dense(found.detach())
+
+
+def _dense(t: Tensor) -> Tensor:
+    return t if t.layout == torch.strided else t.to_dense()
 
 
 # Saved under these names are a forward op's operands; under others, its results and options.
@@ -299,7 +303,7 @@ def read_ahead(node: Node) -> dict[str, Tensor]:
     """All saved tensors of a checkpointed node, while the engine is still to come to it."""
     with unpacked_often(node):
         read = {name: getattr(node, f"_saved_{name}", None) for name in _holders(node)}
-    return {name: value.detach() for name, value in read.items() if isinstance(value, Tensor)}
+    return {name: _dense(value.detach()) for name, value in read.items() if isinstance(value, Tensor)}
 
 
 SEES_CHECKPOINTS = hasattr(torch._C._autograd.SavedTensor, "data")  # from torch 2.10 on

@@ -34,7 +34,7 @@ class Tape:
         """The shapes of a node's cotangents."""
         found = self._shapes.get(node)
         if found is None:
-            found = self._shapes[node] = tuple(tuple(m.shape) for m in metadata(node))
+            found = self._shapes[node] = _shapes_of(node)
         return found
 
     def shape(self, slot: Slot) -> Shape:
@@ -53,6 +53,17 @@ class Tape:
                     seen.add(slot[0])
                     stack.append(slot[0])
         return False
+
+
+def _shapes_of(node: Node) -> tuple[Shape, ...]:
+    about = metadata(node)
+    if any(m.is_nested_tensor for m in about):
+        raise UnsupportedError(
+            f"the result of {op_name(node)} is a nested tensor, in which rows have no place of their own: give the "
+            f"model a padded tensor (torch.nested.to_padded_tensor), or all rows as one tensor of shape (N, ...) "
+            f"(torch.cat(x.unbind()), or x.values() if it is jagged) and add up losses by sample with index_add"
+        )
+    return tuple(tuple(m.shape) for m in about)
 
 
 def op_name(node: Node) -> str:
