@@ -9,6 +9,6 @@ The words used here:
 - *frontier*: the edges from separable nodes to batched ones. Factors are made there.
 """
 
-from .custom import teach
+from .custom import COMPILED, keeps_samples_apart, teach
 
-__all__ = ["teach"]
+__all__ = ["COMPILED", "keeps_samples_apart", "teach"]

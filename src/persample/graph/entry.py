@@ -17,7 +17,7 @@ from .._errors import InteractionError, PerformanceWarning, UnsupportedError
 from ..factors import Dense, Factor, Masked
 from .bundles import bundle_up
 from .capture import Capture, PartsSink, Sink
-from .custom import taught
+from .custom import is_known
 from .interaction import interactions
 from .invoke import is_opaque
 from .layout import Layout
@@ -25,8 +25,8 @@ from .notes import noting
 from .plan import Plan, plan
 from .recall import outline, recall, remember
 from .roots import Roots, slot_of
-from .saved import is_torchs
-from .tape import Slot, Tape, walk
+from .saved import is_compiled, is_torchs
+from .tape import Slot, Tape, op_name, walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,16 +179,24 @@ def _refuse_module_hooks(found: Plan) -> None:
 
 def _refuse_unseen(tape: Tape) -> None:
     """Independence cannot be promised for data that goes straight into a node whose inside nobody sees."""
-    hidden = list(dict.fromkeys(type(node).__name__ for node in tape.order if _is_unseen(tape, node)))
-    if hidden:
+    unseen = [node for node in tape.order if _is_unseen(tape, node)]
+    if unseen:
+        hidden = ", ".join(dict.fromkeys(op_name(node) for node in unseen))
         raise InteractionError(
-            f"cannot see inside {', '.join(hidden)}, which is given data and weights: whether samples interact there "
-            f"is unknown. Ask the same of the model without torch.compile or custom Functions, or drop independent=True"
+            f"cannot see inside {hidden}, which is given data and weights: whether samples interact there is unknown. "
+            f"If they do not, say so: persample.graph.keeps_samples_apart({_target(unseen[0])}). Otherwise ask the same "
+            f"of the model without torch.compile or custom Functions, or drop independent=True"
         )
 
 
 def _is_unseen(tape: Tape, node: Node) -> bool:
-    return node in tape.fed and is_opaque(node) and taught(node) is None
+    return node in tape.fed and is_opaque(node) and not is_known(node)
+
+
+def _target(node: Node) -> str:
+    """What to hand to `keeps_samples_apart` for an opaque node."""
+    name = op_name(node).removeprefix("custom ")
+    return "persample.graph.COMPILED" if is_compiled(node) else repr(name) if "::" in name else name
 
 
 def _report_interaction(ops: Sequence[str], independent: bool) -> None:

@@ -10,6 +10,7 @@ lifts that limit, so that reading costs no recomputation beyond the engine's own
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -19,6 +20,9 @@ from typing import Any, TypeGuard
 import torch
 import torch._functorch.config
 from torch import Tensor
+from torch._library import autograd as _library
+from torch._library.custom_ops import CustomOpDef
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
@@ -120,6 +124,39 @@ def is_torchs(node: object, *names: str) -> TypeGuard[BackwardCFunction]:
         and is_custom(node)
         and function_of(node).__module__.startswith("torch.")
     )
+
+
+Op = OpOverload | OpOverloadPacket | CustomOpDef | str  # what stands for an op of torch.library
+
+
+def qualified(op: object) -> str | None:
+    """``"namespace::name"``, with the overload behind a dot if it is not the default one; None if it is no op."""
+    if isinstance(op, str):
+        return op.removesuffix(".default") if "::" in op else None
+    if isinstance(op, CustomOpDef):
+        return op._qualname
+    if isinstance(op, OpOverloadPacket):
+        return op._qualified_op_name
+    return op.name() if isinstance(op, OpOverload) else None
+
+
+def registered(name: str) -> bool:
+    """Is there an op of this qualified name?"""
+    return torch._C._dispatch_has_kernel(name)
+
+
+def op_of(node: BackwardCFunction) -> str | None:
+    """The qualified name of the op of ``torch.library`` that a Python node belongs to; None if it belongs to none.
+
+    Its Function's name does not tell where the namespace ends, but its backward holds the op.
+    """
+    function = function_of(node)
+    if not (function.__module__ == _library.__name__ and function.__name__.startswith("GeneratedBackwardFor_")):
+        return None
+    held = inspect.getclosurevars(function.backward).nonlocals  # type: ignore[attr-defined]
+    if "orig_backward" in held:  # an op with lists of tensors
+        held = inspect.getclosurevars(held["orig_backward"]).nonlocals
+    return qualified(held.get("op"))
 
 
 def is_compiled(node: Node) -> bool:

@@ -12,7 +12,7 @@ from torch.autograd.graph import Node
 
 from .._errors import UnsupportedError
 from .layout import Shape
-from .saved import THROUGH, function_of, is_custom, is_torchs, metadata
+from .saved import THROUGH, function_of, is_custom, is_torchs, metadata, op_of
 
 Slot = tuple[Node, int]  # a node's cotangent number nr: the gradient of the forward op's output nr
 
@@ -86,7 +86,7 @@ def _custom_name(node: BackwardCFunction) -> str:
     """No rule is registered under a name with a space, whatever users call their Functions."""
     if is_torchs(node, *_KNOWN):
         return _strip(type(node).__name__)
-    return f"custom {function_of(node).__name__}"
+    return f"custom {op_of(node) or function_of(node).__name__}"
 
 
 _KNOWN = (*THROUGH, "CompiledFunction")
