@@ -184,8 +184,8 @@ def _refuse_unseen(tape: Tape) -> None:
         hidden = ", ".join(dict.fromkeys(op_name(node) for node in unseen))
         raise InteractionError(
             f"cannot see inside {hidden}, which is given data and weights: whether samples interact there is unknown. "
-            f"If they do not, say so: persample.graph.keeps_samples_apart({_target(unseen[0])}). Otherwise ask the same "
-            f"of the model without torch.compile or custom Functions, or drop independent=True"
+            f"If they do not, say so: persample.graph.keeps_samples_apart({_target(unseen[0])}). Otherwise ask "
+            f"the same of the model without torch.compile or custom Functions, or drop independent=True"
         )
 
 
