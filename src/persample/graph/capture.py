@@ -118,7 +118,8 @@ class Capture:
         requested = self.plan.requested
         if not requested and not self.plain:
             return {}
-        grads = self.roots.backward([*requested, *self.plain], retain_graph=retain_graph)
+        with saved.unspent(self.tape.order if retain_graph else ()):
+            grads = self.roots.backward([*requested, *self.plain], retain_graph=retain_graph)
         self.gradients = grads[len(requested) :]
         return {slot: g for slot, g in zip(requested, grads, strict=False) if g is not None}
 
@@ -197,7 +198,8 @@ class Capture:
             return self._separable_edge(use, flow)
         if is_opaque(use.site.node):
             known = taught(use.site.node)
-            return None if known is None else or_else(None, known.rule)(use)
+            with saved.unpacked_often(use.site.node):
+                return None if known is None else or_else(None, known.rule)(use)
         fast = RULES.get(use.site.name)
         factor = None if fast is None else fast(use)
         return factor if factor is not None or flow is Flow.MIXED else by_probe(use)

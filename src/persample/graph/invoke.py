@@ -21,6 +21,7 @@ from .saved import (
     passes_on,
     scratch_restored,
     unpacked_often,
+    unspent,
 )
 from .tape import Slot
 
@@ -70,7 +71,7 @@ def call_each(
     if is_compiled(node):
         _call_compiled(node, rows, edges, lambda outputs: results.append(take(outputs)))
     else:
-        with unpacked_often(node):
+        with unpacked_often(node), unspent([node]):
             if in_plain_task() or not (in_backward() or in_checkpoint(node)):
                 run()
             else:

@@ -22,7 +22,7 @@ from .invoke import call_each
 from .layout import NOBODY, Block, Labels, Layout, Shape, carry, labels, sample_dims, simplify, strides
 from .notes import by_data
 from .roots import Roots
-from .saved import metadata
+from .saved import metadata, unspent
 from .site import Fate, Flow, Site
 from .tape import Slot, Tape
 
@@ -82,7 +82,8 @@ def probe_slots(tape: Tape, roots: Roots, slots: Sequence[Slot]) -> dict[Slot, F
         for scale in scales:
             pairs = zip(starts, marks, strict=True)
             scaled = [g if scale is None else g * scale(mark).to(g.dtype) for g, mark in pairs]
-            runs.append([_plain(t) for t in roots.pull(scaled, slots, retain_graph=True)])
+            with unspent(tape.order):
+                runs.append([_plain(t) for t in roots.pull(scaled, slots, retain_graph=True)])
         return list(runs)
 
     fates = _ask(run, [tape.shape(s) for s in slots], roots.batch, base=_base(about[0].dtype))

@@ -11,7 +11,7 @@ lifts that limit, so that reading costs no recomputation beyond the engine's own
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from operator import attrgetter
@@ -311,6 +311,27 @@ def scratch_restored(node: Any) -> Iterator[None]:
     finally:
         for now, then in zip(tensors, before, strict=True):
             now.data.copy_(then)
+
+
+# An op that computes its gradients in the forward pass, and gives them away in its first backward.
+PRECOMPUTED = "torch_nn::_linear_cross_entropy_batch_chunked"
+
+
+@contextmanager
+def unspent(nodes: Iterable[Node]) -> Iterator[None]:
+    """Let nodes that would give away what they have computed in the forward pass run any number of times."""
+    frugal: list[Any] = [
+        node
+        for node in nodes
+        if is_custom(node) and getattr(node, "allow_retain_graph", True) is False and op_of(node) == PRECOMPUTED
+    ]
+    for node in frugal:
+        node.allow_retain_graph = True
+    try:
+        yield
+    finally:
+        for node in frugal:
+            node.allow_retain_graph = False
 
 
 class _Kept(dict[int, Any]):
