@@ -54,7 +54,7 @@ class Deferred(Factor):
         return self._make(slice(0, self.batch))
 
     def _parts(self) -> Iterator[tuple[slice, Outer]]:
-        for start in range(0, self.batch, self._most):
+        for start in range(0, max(self.batch, 1), self._most):  # once, if there are none
             some = slice(start, min(start + self._most, self.batch))
             yield some, self._make(some)
 

@@ -25,6 +25,7 @@ from .fallback import push_masked
 from .gather import Gathering
 from .invoke import call, is_opaque, sum_to
 from .layout import Layout, labels
+from .library import unspent
 from .plan import Plan, Route
 from .pullback import lifted, pull
 from .registry import or_else
@@ -118,7 +119,7 @@ class Capture:
         requested = self.plan.requested
         if not requested and not self.plain:
             return {}
-        with saved.unspent(self.tape.order if retain_graph else ()):
+        with unspent(self.tape.order if retain_graph else ()):
             grads = self.roots.backward([*requested, *self.plain], retain_graph=retain_graph)
         self.gradients = grads[len(requested) :]
         return {slot: g for slot, g in zip(requested, grads, strict=False) if g is not None}

@@ -16,8 +16,9 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from .flows.registry import Rule as FlowRule
+from .library import Op, op_of, qualified, registered
 from .rules.registry import Rule
-from .saved import Op, function_of, is_compiled, is_custom, op_of, qualified, registered
+from .saved import function_of, is_compiled, is_custom
 
 __all__ = ["COMPILED", "is_known", "keeps_samples_apart", "taught", "teach"]
 

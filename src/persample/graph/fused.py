@@ -4,7 +4,7 @@ Without options it is an ordinary product and an ordinary loss. With ``LinearCro
 that never hold all logits. The one without a reduction saves its inputs, and its backward computes a few rows of logits
 again; so does the rule here, and the weight's gradient is made of outer products as that of any other linear layer. The
 one that reduces, to one number for all of its rows, has computed its gradients in the forward pass and multiplies them
-by its cotangent: they are one sample's if the rows are (a call for every sample), and nobody can take them apart if not.
+by its cotangent. They are one sample's if its rows are (a call for every sample); if not, nobody can take them apart.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ..kernels.cross_entropy import logit_gradients
 from ..kernels.norms import wide
 from .custom import _TAUGHT, Taught
 from .flows.registry import Layouts, keep, only, whole
+from .library import PRECOMPUTED
 from .rules.registry import Use
-from .saved import PRECOMPUTED
 from .site import Fate, Flow, Site
 
 

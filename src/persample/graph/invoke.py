@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from .layout import Shape
+from .library import unspent
 from .saved import (
     in_backward,
     in_checkpoint,
@@ -21,7 +22,6 @@ from .saved import (
     passes_on,
     scratch_restored,
     unpacked_often,
-    unspent,
 )
 from .tape import Slot
 

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from .invoke import call_each
 from .layout import NOBODY, Block, Labels, Layout, Shape, carry, labels, sample_dims, simplify, strides
+from .library import unspent
 from .notes import by_data
 from .roots import Roots
-from .saved import metadata, unspent
+from .saved import metadata
 from .site import Fate, Flow, Site
 from .tape import Slot, Tape
 

@@ -12,7 +12,8 @@ from torch.autograd.graph import Node
 
 from .._errors import UnsupportedError
 from .layout import Shape
-from .saved import THROUGH, function_of, is_custom, is_torchs, metadata, op_of
+from .library import op_of
+from .saved import THROUGH, function_of, is_custom, is_torchs, metadata
 
 Slot = tuple[Node, int]  # a node's cotangent number nr: the gradient of the forward op's output nr
 

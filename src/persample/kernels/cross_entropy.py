@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from .norms import wide
@@ -23,10 +22,11 @@ def logit_gradients(
 
     Computed in float32 or wider from x (N, d), weight (V, d) and bias (V,), for cotangents g (N,) of the losses.
 
+    >>> import torch
     >>> x, weight = torch.tensor([[1.0], [1.0]]), torch.zeros(2, 1)
-    >>> logit_gradients(x, weight, None, torch.tensor([1, -100]), None, -100, torch.tensor([2.0, 2.0]))
+    >>> logit_gradients(x, weight, None, torch.tensor([1, 0]), None, -100, torch.tensor([2.0, 4.0]))
     tensor([[ 1., -1.],
-            [ 0.,  0.]])
+            [-2.,  2.]])
     """
     dtype = wide(x.dtype)
     logits = x.to(dtype) @ weight.to(dtype).t()
