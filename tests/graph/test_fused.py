@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import persample as ps
+from persample.graph import fused
 from tests.reference import assert_same, definition
 
 if not hasattr(F, "linear_cross_entropy"):
@@ -253,6 +254,17 @@ def test_beside_a_function_that_has_to_be_asked(tokens: tuple[Tensor, Tensor]) -
 
     check_once = ps.grad(losses(options=options(2)), model)
     assert_same(check_once, definition(losses(), model))
+
+
+def test_an_op_that_takes_something_else_is_asked(
+    monkeypatch: pytest.MonkeyPatch, tokens: tuple[Tensor, Tensor]
+) -> None:
+    """Another release may smooth labels in chunks, say: the rule does not know, and the answer is right."""
+    monkeypatch.setattr(fused, "arguments", lambda name: (*fused._ARGUMENTS, "label_smoothing"))
+    model = Model()
+    found = model.per_row(*tokens, options=options(2))
+    with pytest.warns(ps.PerformanceWarning, match="no fast rule for custom torch_nn::_linear_cross_entropy"):
+        assert_same(ps.grad(found, model, retain_graph=True), definition(found, model))
 
 
 def test_the_rule_is_taken(tokens: tuple[Tensor, Tensor]) -> None:

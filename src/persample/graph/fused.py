@@ -21,7 +21,7 @@ from ..kernels.cross_entropy import logit_gradients
 from ..kernels.norms import wide
 from .custom import _TAUGHT, Taught
 from .flows.registry import Layouts, keep, only, whole
-from .library import PRECOMPUTED
+from .library import PRECOMPUTED, arguments
 from .rules.registry import Use
 from .site import Fate, Flow, Site
 
@@ -79,7 +79,7 @@ class _Rows:
 
 def linear_cross_entropy(use: Use) -> Factor | None:
     """Logits are computed again: at once if the op did so, else as many rows at a time as it takes."""
-    if use.k == 0 or use.lanes(1) is None:
+    if use.k == 0 or use.lanes(1) is None or arguments(_BY_ROW) != _ARGUMENTS:
         return None
     memo, dtype = use.site.memo, use.site.metadata(use.k).dtype
     if "rows" not in memo:  # weight and bias share it
@@ -120,5 +120,10 @@ def _kept(rows: _Rows, memo: dict[str, Any]) -> Tensor:
     return found
 
 
-_TAUGHT[f"{PRECOMPUTED}_no_reduction"] = Taught(linear_cross_entropy, rows_apart)
+_BY_ROW = f"{PRECOMPUTED}_no_reduction"
+# What the op takes; one that takes anything else may compute anything else.
+_ARGUMENTS = tuple(
+    "input linear_weight target linear_bias weight ignore_index batch_chunk_size acc_policy acc_dtype".split()
+)
+_TAUGHT[_BY_ROW] = Taught(linear_cross_entropy, rows_apart)
 _TAUGHT[PRECOMPUTED] = Taught(no_rule, all_rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -33,6 +34,13 @@ def qualified(op: object) -> str | None:
 def registered(name: str) -> bool:
     """Is there an op of this qualified name?"""
     return torch._C._dispatch_has_kernel(name)
+
+
+@cache
+def arguments(name: str) -> tuple[str, ...]:
+    """The names of the arguments of an op that has no overloads."""
+    namespace, op = name.split("::")
+    return tuple(argument.name for argument in getattr(getattr(torch.ops, namespace), op).default._schema.arguments)
 
 
 def op_of(node: BackwardCFunction) -> str | None:

@@ -29,10 +29,12 @@ def logit_gradients(
             [-2.,  2.]])
     """
     dtype = wide(x.dtype)
-    logits = x.to(dtype) @ weight.to(dtype).t()
+    found = x.to(dtype) @ weight.to(dtype).t()
     if bias is not None:
-        logits += bias.to(dtype)
-    found = logits.softmax(1)
+        found += bias.to(dtype)
+    if len(found):
+        found.sub_(found.amax(1, keepdim=True)).exp_()  # in place, as this is large
+    found.div_(found.sum(1, keepdim=True))
     skipped = target == ignored
     y = target.masked_fill(skipped, 0)
     found.scatter_add_(1, y.unsqueeze(1), found.new_full((len(y), 1), -1.0))
