@@ -183,6 +183,7 @@ def test_the_audit_checks_a_statement(function: Any, answer: bool) -> None:
     loss = lambda output, target: F.cross_entropy(output, target, reduction="none")  # noqa: E731
     report = audit(Net(function), x, loss, targets=y, repeats=0)
     assert report.graph.answer == "independent"
+    assert f"of custom {function.__name__}, somebody has said so" in report.graph.reason
     assert report.rerun.answer == ("independent" if answer else "interacting")
     assert report.independent is answer
 

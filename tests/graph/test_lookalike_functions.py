@@ -90,6 +90,15 @@ def test_a_custom_node_stands_under_no_name_of_a_table(table: str) -> None:
         assert found not in TABLES[table]
 
 
+def test_nodes_of_extensions_stand_under_no_name_of_a_table() -> None:
+    """Those written in C++ have one type for all, and any name."""
+    for names in TABLES.values():
+        for name in names:
+            node = type("CppFunction", (), {"name": lambda self, name=name: f"{name}Backward0"})()
+            assert op_name(node) == f"C++ {name}"
+            assert op_name(node) not in names
+
+
 def test_the_users_name_is_in_messages() -> None:
     w = torch.ones(3, 2, requires_grad=True)
     losses = product("Addmm").apply(torch.ones(4, 3), w).sum(1)

@@ -20,7 +20,7 @@ from .library import Op, op_of, qualified, registered
 from .rules.registry import Rule
 from .saved import function_of, is_compiled, is_custom
 
-__all__ = ["COMPILED", "is_known", "keeps_samples_apart", "taught", "teach"]
+__all__ = ["COMPILED", "is_known", "is_vouched_for", "keeps_samples_apart", "taught", "teach"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +141,14 @@ def taught(node: Node) -> Taught | None:
 
 def is_known(node: Node) -> bool:
     """Has somebody said of an opaque node what it does, or that it keeps samples apart?"""
+    return is_vouched_for(node) or taught(node) is not None
+
+
+def is_vouched_for(node: Node) -> bool:
+    """Has somebody stated of an opaque node that it keeps samples apart?"""
     if is_compiled(node):
         return COMPILED in _APART
-    return is_custom(node) and (_key_of(node) in _TAUGHT or _key_of(node) in _APART)
+    return is_custom(node) and _key_of(node) in _APART
 
 
 def _key_of(node: BackwardCFunction) -> Key:

@@ -172,11 +172,12 @@ def leading_to(roots: Iterable[Node], goals: Collection[Node]) -> set[Node]:
 
 def share_nodes(a: Tensor, b: Tensor) -> bool:
     """Were two tensors computed from a common one, other than leaves?"""
-    mine = _inner_nodes(a)
-    return not mine.isdisjoint(_inner_nodes(b))
+    mine = inner_nodes(a)
+    return not mine.isdisjoint(inner_nodes(b))
 
 
-def _inner_nodes(t: Tensor) -> set[Node]:
+def inner_nodes(t: Tensor) -> set[Node]:
+    """All nodes of a tensor's graph but the leaves."""
     stack, seen = [t.grad_fn], set()
     while stack:
         node = stack.pop()
