@@ -14,13 +14,14 @@ from .flows import FLOWS
 from .flows.products import LETTERS
 from .flows.registry import whole
 from .flows.shapes import SECTIONS
-from .invoke import is_compiled, is_opaque
+from .invoke import is_opaque
 from .layout import Block, Labels, Layout, Shape, join
+from .library import unspent
 from .names import POINTWISE
 from .probe import probe_call, probe_node, probe_slots
 from .roots import Roots
 from .rows import may_meet_below
-from .saved import in_checkpoint, is_custom
+from .saved import in_checkpoint, is_compiled, is_custom
 from .site import Fate, Flow, Site, Sites, weights_only
 from .tape import Slot, Tape, is_leaf, op_name
 
@@ -181,7 +182,8 @@ class _Assignment:
         """What this call's backward brings to a node; to custom ones all at once."""
         if site.node not in self.brought:
             nodes = [n for n in self.tape.order if is_opaque(n) and not is_compiled(n)]
-            self.brought |= self.roots.passing(nodes if site.node in nodes else [site.node], self.tape.edges)
+            with unspent(self.tape.order):
+                self.brought |= self.roots.passing(nodes if site.node in nodes else [site.node], self.tape.edges)
         return self.brought[site.node]
 
     def _by_rule(self, site: Site, k: int, layouts: Sequence[Layout | None]) -> Fate:

@@ -24,8 +24,10 @@ from .fallback import push_masked
 from .gather import Births, Gathering, changed_in_place
 from .invoke import call, is_opaque, sum_to
 from .layout import Layout, labels
+from .library import unspent
 from .plan import Plan, Route
 from .pullback import lifted, pull
+from .registry import or_else
 from .roots import Roots
 from .rules import RULES, Use, by_probe
 from .rules.recurrent import spared
@@ -113,7 +115,8 @@ class Capture:
         requested = self.plan.requested
         if not requested and not self.plain:
             return {}
-        grads = self.roots.backward([*requested, *self.plain], retain_graph=retain_graph)
+        with unspent(self.tape.order if retain_graph else ()):
+            grads = self.roots.backward([*requested, *self.plain], retain_graph=retain_graph)
         self.gradients = grads[len(requested) :]
         return {slot: g for slot, g in zip(requested, grads, strict=False) if g is not None}
 
@@ -192,7 +195,8 @@ class Capture:
             return self._separable_edge(use, flow)
         if is_opaque(use.site.node):
             known = taught(use.site.node)
-            return None if known is None else known.rule(use)
+            with saved.unpacked_often(use.site.node):
+                return None if known is None else or_else(None, known.rule)(use)
         fast = RULES.get(use.site.name)
         factor = None if fast is None else fast(use)
         return factor if factor is not None or flow is Flow.MIXED else by_probe(use)

@@ -18,7 +18,7 @@ from ..factors import Dense, Factor, Masked
 from .assign import Map, assign
 from .bundles import bundle_up
 from .capture import Capture, PartsSink, Sink
-from .custom import taught
+from .custom import is_known
 from .interaction import interactions
 from .invoke import is_opaque
 from .layout import Layout
@@ -26,7 +26,8 @@ from .notes import noting
 from .plan import Plan, plan
 from .recall import outline, recall, remember
 from .roots import Roots, slot_of
-from .tape import Slot, Tape, leaf_of, walk
+from .saved import is_compiled, is_torchs
+from .tape import Slot, Tape, leaf_of, op_name, walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +120,7 @@ def planned(
     check: Check | None = None,
     *,
     independent: bool = False,
-) -> tuple[Plan, list[str], list[str]]:
+) -> tuple[Plan, list[str], list[Node]]:
     """What to do with this graph, the ops in which samples meet, and those of which nobody can tell.
 
     If they are to be ``independent``, all between data and losses is looked at, whatever parameters it leads to.
@@ -188,27 +189,35 @@ def check_reached(tape: Tape, params: Mapping[str, Tensor]) -> None:
 
 def _refuse_module_hooks(found: Plan) -> None:
     """Nodes below an interaction are called by hand, and their hooks are not."""
-    if any(type(node).__name__ == "BackwardHookFunctionBackward" for node in [*found.map.batched, *found.frontier]):
+    if any(is_torchs(node, "BackwardHookFunction") for node in [*found.map.batched, *found.frontier]):
         raise UnsupportedError(
             "a module has full backward hooks (register_full_backward_hook) at a place where cotangents are pulled "
             "back by hand, which would pass over the hooks: remove them for this call"
         )
 
 
-def _unseen(tape: Tape) -> list[str]:
+def _unseen(tape: Tape) -> list[Node]:
     """Independence cannot be promised for data that goes straight into a node whose inside nobody sees."""
-    return list(dict.fromkeys(type(node).__name__ for node in tape.order if _is_unseen(tape, node)))
+    return [node for node in tape.order if _is_unseen(tape, node)]
 
 
-def _refuse_unseen(hidden: Sequence[str]) -> None:
+def _refuse_unseen(unseen: Sequence[Node]) -> None:
+    hidden = ", ".join(dict.fromkeys(op_name(node) for node in unseen))
     raise InteractionError(
-        f"cannot see inside {', '.join(hidden)}, which is given data and weights: whether samples interact there "
-        f"is unknown. Ask the same of the model without torch.compile or custom Functions, or drop independent=True"
+        f"cannot see inside {hidden}, which is given data and weights: whether samples interact there is unknown. "
+        f"If they do not, say so: persample.graph.keeps_samples_apart({_target(unseen[0])}). Otherwise ask "
+        f"the same of the model without torch.compile or custom Functions, or drop independent=True"
     )
 
 
 def _is_unseen(tape: Tape, node: Node) -> bool:
-    return node in tape.fed and is_opaque(node) and taught(node) is None
+    return node in tape.fed and is_opaque(node) and not is_known(node)
+
+
+def _target(node: Node) -> str:
+    """What to hand to `keeps_samples_apart` for an opaque node."""
+    name = op_name(node).removeprefix("custom ")
+    return "persample.graph.COMPILED" if is_compiled(node) else repr(name) if "::" in name else name
 
 
 def _report_interaction(ops: Sequence[str], independent: bool) -> None:

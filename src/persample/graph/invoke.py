@@ -10,11 +10,13 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from .layout import Shape
+from .library import unspent
 from .saved import (
     in_backward,
     in_checkpoint,
     in_own_task,
     in_plain_task,
+    is_compiled,
     is_custom,
     metadata,
     passes_on,
@@ -44,11 +46,6 @@ def _is_opaque(node: Node) -> bool:
     return is_custom(node) or _KINDS.setdefault(kind, False)
 
 
-def is_compiled(node: Node) -> bool:
-    """A region made by ``torch.compile``: opaque, but linear."""
-    return type(node).__name__ == "CompiledFunctionBackward"
-
-
 Cotangents = Sequence[Tensor | None]
 Outputs = list[Tensor | None]
 
@@ -74,7 +71,7 @@ def call_each(
     if is_compiled(node):
         _call_compiled(node, rows, edges, lambda outputs: results.append(take(outputs)))
     else:
-        with unpacked_often(node):
+        with unpacked_often(node), unspent([node]):
             if in_plain_task() or not (in_backward() or in_checkpoint(node)):
                 run()
             else:

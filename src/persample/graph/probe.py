@@ -21,6 +21,7 @@ from torch import Tensor
 
 from .invoke import call_each
 from .layout import NOBODY, Block, Labels, Layout, Shape, labels, simplify, strides
+from .library import unspent
 from .notes import by_data
 from .roots import Roots
 from .saved import metadata
@@ -81,7 +82,8 @@ def probe_slots(tape: Tape, roots: Roots, slots: Sequence[Slot]) -> dict[Slot, F
         runs = []
         for weigh in weighings:
             weighed = [_weighed(g, mark, weigh) for g, mark in zip(starts, marks, strict=True)]
-            runs.append([_plain(t) for t in roots.pull(weighed, slots, retain_graph=True)])
+            with unspent(tape.order):
+                runs.append([_plain(t) for t in roots.pull(weighed, slots, retain_graph=True)])
         return list(runs)
 
     fates = _ask(run, [tape.shape(s) for s in slots], roots.batch, exactly=True)
