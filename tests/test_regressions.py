@@ -123,3 +123,14 @@ def test_explain_and_grad_agree_on_a_hidden_region_of_one_sample() -> None:
     assert all(row.handling.startswith("refused") for row in ps.explain(losses, net).rows)
     with pytest.raises(ps.UnsupportedError, match="use_reentrant"):
         ps.grad(losses, net)
+
+
+@pytest.mark.parametrize(
+    "losses", [lambda y: y.sum((1, 2)), lambda y: y.mean(2)[:, 1], lambda y: y.transpose(1, 2).amax((1, 2))]
+)
+def test_group_norm_whose_cotangent_is_expanded(losses: Any) -> None:
+    net, x = nn.GroupNorm(2, 4, dtype=torch.float64), torch.randn(3, 4, 5, dtype=torch.float64)
+    want = definition(losses(net(x)), net)
+    assert_same(ps.grad(losses(net(x)), net), want)
+    losses(ps.call_for_per_sample_grads(net, loss_reduction="sum")(x)).sum().backward()
+    assert_same({name: p.grad_sample for name, p in net.named_parameters()}, want)
