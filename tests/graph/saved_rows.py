@@ -25,6 +25,7 @@ class Row(NamedTuple):
     saved: dict[str, Any]
 
 
+MEAN = c(3)
 M, N, V, U, X = w(2, 3), w(3, 4), w(4), w(3), w(2, 3, 4)
 M3, N3, C1, C2 = w(5, 2, 3), w(5, 3, 4), c(2, 3), c(3, 4)
 IDS, ROWS, TABLE = torch.tensor([0, 2, 2, 1, 3]), torch.tensor([2, 0]), w(4, 3)
@@ -115,8 +116,8 @@ LAYERS = [
     ),
     Row(
         "NativeBatchNorm",
-        lambda: F.batch_norm(M, C2[:, 0], C2[:, 1] + 9, w(3), w(3), eps=0.5),
-        {"input": M, "training": False, "running_mean": C2[:, 0], "running_var": C2[:, 1] + 9, "eps": 0.5},
+        lambda: F.batch_norm(M, MEAN, C2[:, 1] + 9, w(3), w(3), eps=0.5),
+        {"input": M, "training": False, "running_mean": MEAN, "running_var": C2[:, 1] + 9, "eps": 0.5},
     ),
 ]
 

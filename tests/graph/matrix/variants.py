@@ -1,0 +1,89 @@
+"""The same samples otherwise: operands of another dtype, in another form, and with some of them frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from tests.forms import Make, forms
+from tests.graph.matrix.nodes import Build, sites
+from persample.graph.site import Site
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.complex128)
+_DRAWN = (torch.randn, torch.rand)
+
+
+class Cast(TorchFunctionMode):
+    """What is drawn in double precision is drawn in another dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _DRAWN and kwargs.get("dtype") is torch.float64:
+            return func(*args, **kwargs).to(self.dtype)
+        return func(*args, **kwargs)
+
+
+class Formed(TorchFunctionMode):
+    """What is drawn comes in another form of memory, where it has one of that name."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func not in _DRAWN:
+            return found
+        make = dict(forms(tuple(found.shape), found.dtype)).get(self.form)
+        if make is None:
+            return found
+        formed = make(tuple(found.shape), found.dtype)
+        return formed if func is torch.randn else formed.abs().fmod(1)
+
+
+class Frozen(TorchFunctionMode):
+    """All parameters but one are constants."""
+
+    def __init__(self, kept: int) -> None:
+        super().__init__()
+        self.kept, self.count = kept, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.requires_grad_:
+            self.count += 1
+            return args[0] if self.count - 1 != self.kept else func(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+FORMS = (
+    "transposed",
+    "channels last",
+    "expanded along 0",
+    "expanded along 1",
+    "spaced",
+    "columns",
+    "conjugate",
+    "negative",
+)
+VARIANTS: dict[str, Callable[[], TorchFunctionMode]] = {
+    **{str(dtype): lambda dtype=dtype: Cast(dtype) for dtype in DTYPES},
+    **{form: lambda form=form: Formed(form) for form in FORMS},
+    **{f"only parameter {kept}": lambda kept=kept: Frozen(kept) for kept in range(4)},
+}
+
+
+def varied(build: Build, name: str) -> Iterator[tuple[str, Site]]:
+    """The nodes of one name in every variant of a sample that PyTorch can build."""
+    for variant, mode in VARIANTS.items():
+        for site in sites(build, mode()):
+            if site.name == name:
+                yield variant, site
