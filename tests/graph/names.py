@@ -8,7 +8,7 @@ from importlib.resources.abc import Traversable
 
 import torch
 
-from persample.graph.saved import _THROUGH
+from persample.graph.saved import THROUGH
 from persample.graph.tape import _strip
 
 NODES = frozenset(_strip(name) for name in dir(torch._C._functions) if not name.startswith("__"))
@@ -17,7 +17,7 @@ NODES = frozenset(_strip(name) for name in dir(torch._C._functions) if not name.
 LATER = frozenset({"Aminmax", "Ldexp"})
 
 # Python nodes of DDP and FSDP2; tests/distributed/test_names.py looks them up.
-WRAPPERS = frozenset(_strip(name) for name in _THROUGH)
+WRAPPERS = frozenset(THROUGH)
 
 _READERS = {"number", "numbers", "tensor", "optional", "value", "dims"}
 

@@ -12,12 +12,12 @@ from .flows import FLOWS
 from .flows.products import LETTERS
 from .flows.registry import whole
 from .flows.shapes import SECTIONS
-from .invoke import is_compiled, is_opaque
+from .invoke import is_opaque
 from .layout import Block, Labels, Layout, Shape, join
 from .names import POINTWISE, READS
 from .probe import probe_node, probe_slots
 from .roots import Roots
-from .saved import constants, in_checkpoint, is_custom
+from .saved import constants, in_checkpoint, is_compiled, is_custom
 from .site import Fate, Flow, Site, Sites, weights_only
 from .tape import Slot, Tape, is_leaf, op_name
 

@@ -27,6 +27,7 @@ from .invoke import call, is_opaque, sum_to
 from .layout import Layout, labels
 from .plan import Plan, Route
 from .pullback import lifted, pull
+from .registry import or_else
 from .roots import Roots
 from .rules import RULES, Use, by_probe
 from .rules.recurrent import spared
@@ -196,7 +197,7 @@ class Capture:
             return self._separable_edge(use, flow)
         if is_opaque(use.site.node):
             known = taught(use.site.node)
-            return None if known is None else known.rule(use)
+            return None if known is None else or_else(None, known.rule)(use)
         fast = RULES.get(use.site.name)
         factor = None if fast is None else fast(use)
         return factor if factor is not None or flow is Flow.MIXED else by_probe(use)

@@ -25,6 +25,7 @@ from .notes import noting
 from .plan import Plan, plan
 from .recall import outline, recall, remember
 from .roots import Roots, slot_of
+from .saved import is_torchs
 from .tape import Slot, Tape, walk
 
 
@@ -169,7 +170,7 @@ def check_reached(tape: Tape, params: Mapping[str, Tensor]) -> None:
 
 def _refuse_module_hooks(found: Plan) -> None:
     """Nodes below an interaction are called by hand, and their hooks are not."""
-    if any(type(node).__name__ == "BackwardHookFunctionBackward" for node in [*found.map.batched, *found.frontier]):
+    if any(is_torchs(node, "BackwardHookFunction") for node in [*found.map.batched, *found.frontier]):
         raise UnsupportedError(
             "a module has full backward hooks (register_full_backward_hook) at a place where cotangents are pulled "
             "back by hand, which would pass over the hooks: remove them for this call"

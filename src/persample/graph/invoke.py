@@ -15,6 +15,7 @@ from .saved import (
     in_checkpoint,
     in_own_task,
     in_plain_task,
+    is_compiled,
     is_custom,
     metadata,
     passes_on,
@@ -42,11 +43,6 @@ def _is_opaque(node: Node) -> bool:
     if passes_on(node):
         return _KINDS.setdefault(kind, False)
     return is_custom(node) or _KINDS.setdefault(kind, False)
-
-
-def is_compiled(node: Node) -> bool:
-    """A region made by ``torch.compile``: opaque, but linear."""
-    return type(node).__name__ == "CompiledFunctionBackward"
 
 
 Cotangents = Sequence[Tensor | None]

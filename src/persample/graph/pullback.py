@@ -141,7 +141,7 @@ def pull(site: Site, factors: Sequence[Factor | None], batch: int) -> tuple[dict
             return {0: found}, False
     stacks = [None if f is None else f.stack() for f in factors]
     if site.name == "WeightNormInterface" and stacks[0] is not None and len(stacks) == 1:
-        return _weight_norm(site, stacks[0]), False
+        return {k: factor for k, factor in _weight_norm(site, stacks[0]).items() if k in wanted}, False
     return {k: Dense(v) for k, v in push_stacked(site, stacks, batch, wanted).items()}, loops(site)
 
 

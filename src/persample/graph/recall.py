@@ -91,7 +91,10 @@ def outline(
                 nodes.append(child)
             key += (number, nr)
         if form is _OP:
-            key += [tuple(about.shape) for about in metadata(node)]
+            try:
+                key += [tuple(about.shape) for about in metadata(node)]
+            except RuntimeError:  # nested tensors have none; planning says so
+                return None
     wanted = tuple([(numbers.get(node), nr) for node, nr in plain])
     facts = frozenset([(numbers.get(node), nr, layout) for (node, nr), layout in known.items()])
     return Outline(nodes, leaves, (tuple(key), wanted, facts, terms))

@@ -113,13 +113,27 @@ def is_custom(node: object) -> TypeGuard[BackwardCFunction]:
     return isinstance(node, BackwardCFunction)
 
 
+def is_torchs(node: object, *names: str) -> TypeGuard[BackwardCFunction]:
+    """A node of one of PyTorch's own Functions of these names, and not of a user's that is called the same."""
+    return (
+        type(node).__name__.removesuffix("Backward") in names
+        and is_custom(node)
+        and function_of(node).__module__.startswith("torch.")
+    )
+
+
+def is_compiled(node: Node) -> bool:
+    """A region made by ``torch.compile``: opaque, but linear."""
+    return is_torchs(node, "CompiledFunction")
+
+
 # Python nodes of torch.distributed that hand cotangents on as they are: DDP's at a model's outputs, FSDP2's at inputs.
-_THROUGH = frozenset({"_DDPSinkBackward", "RegisterPostBackwardFunctionBackward"})
+THROUGH = ("_DDPSink", "RegisterPostBackwardFunction")
 
 
 def passes_on(node: Node) -> TypeGuard[BackwardCFunction]:
     """Does this node only call a wrapper of the model, and give its cotangents to its inputs?"""
-    return type(node).__name__ in _THROUGH and is_custom(node) and function_of(node).__module__.startswith("torch.")
+    return is_torchs(node, *THROUGH)
 
 
 def passed_from(node: BackwardCFunction, k: int) -> int:
@@ -135,9 +149,13 @@ def has(node: Node, name: str) -> bool:
 
 
 def tensor(node: Node, name: str) -> Tensor | None:
-    """A saved tensor, cut off from its graph; None if it was not needed."""
+    """A saved tensor, cut off from its graph; None if it was not needed. Sparse data come written out."""
     found = _read(node, name)
-    return None if found is None else found.detach()
+    return None if found is None else _dense(found.detach())
+
+
+def _dense(t: Tensor) -> Tensor:
+    return t if t.layout == torch.strided else t.to_dense()
 
 
 # Saved under these names are a forward op's operands; under others, its results and options.
@@ -285,7 +303,7 @@ def read_ahead(node: Node) -> dict[str, Tensor]:
     """All saved tensors of a checkpointed node, while the engine is still to come to it."""
     with unpacked_often(node):
         read = {name: getattr(node, f"_saved_{name}", None) for name in _holders(node)}
-    return {name: value.detach() for name, value in read.items() if isinstance(value, Tensor)}
+    return {name: _dense(value.detach()) for name, value in read.items() if isinstance(value, Tensor)}
 
 
 SEES_CHECKPOINTS = hasattr(torch._C._autograd.SavedTensor, "data")  # from torch 2.10 on

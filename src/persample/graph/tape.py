@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from .._errors import UnsupportedError
 from .layout import Shape
-from .saved import is_custom, metadata
+from .saved import THROUGH, function_of, is_custom, is_torchs, metadata
 
 Slot = tuple[Node, int]  # a node's cotangent number nr: the gradient of the forward op's output nr
 
@@ -33,7 +34,7 @@ class Tape:
         """The shapes of a node's cotangents."""
         found = self._shapes.get(node)
         if found is None:
-            found = self._shapes[node] = tuple(tuple(m.shape) for m in metadata(node))
+            found = self._shapes[node] = _shapes_of(node)
         return found
 
     def shape(self, slot: Slot) -> Shape:
@@ -54,19 +55,41 @@ class Tape:
         return False
 
 
+def _shapes_of(node: Node) -> tuple[Shape, ...]:
+    about = metadata(node)
+    if any(m.is_nested_tensor for m in about):
+        raise UnsupportedError(
+            f"the result of {op_name(node)} is a nested tensor, in which rows have no place of their own: give the "
+            f"model a padded tensor (torch.nested.to_padded_tensor), or all rows as one tensor of shape (N, ...) "
+            f"(torch.cat(x.unbind()), or x.values() if it is jagged) and add up losses by sample with index_add"
+        )
+    return tuple(tuple(m.shape) for m in about)
+
+
 def op_name(node: Node) -> str:
-    """``AddmmBackward0`` and its like without the suffix: the name rules are registered under."""
+    """``AddmmBackward0`` and its like without the suffix: the name rules are registered under.
+
+    Those of custom Functions stand under none of these names.
+    """
     kind = type(node)
     name = _NAMES.get(kind)
     if name is None:
         if kind.__name__ == "CppFunction":  # the one type of all C++ nodes that PyTorch has not made a class for
-            return _strip(node.name())
+            return f"C++ {_strip(node.name())}"
         if is_custom(node):  # whose class may hold a model, and is not to be kept
-            return _strip(kind.__name__)
+            return _custom_name(node)
         name = _NAMES[kind] = _strip(kind.__name__)
     return name
 
 
+def _custom_name(node: BackwardCFunction) -> str:
+    """No rule is registered under a name with a space, whatever users call their Functions."""
+    if is_torchs(node, *_KNOWN):
+        return _strip(type(node).__name__)
+    return f"custom {function_of(node).__name__}"
+
+
+_KNOWN = (*THROUGH, "CompiledFunction")
 _NAMES: dict[type, str] = {}
 
 
@@ -101,7 +124,7 @@ def walk(roots: Iterable[Node], params: Iterable[Tensor]) -> Tape:
         if node in children:
             continue
         below = children[node] = node.next_functions
-        if type(node).__name__ == "CheckpointFunctionBackward":
+        if is_torchs(node, "CheckpointFunction"):
             raise UnsupportedError(
                 "the graph holds a reentrant checkpoint (torch.utils.checkpoint with use_reentrant=True), which hides "
                 "the ops inside it: use checkpoint(..., use_reentrant=False)"

@@ -18,9 +18,7 @@ def leading(shape: Shape, kept: int) -> list[int | None]:
 )
 def along_dim(site: Site, k: int, layouts: Layouts) -> Fate:
     """Fibres along one dim."""
-    layout = only(layouts)
-    shape = site.shapes[next(nr for nr, lay in enumerate(layouts) if lay is not None)]
-    target = site.target(k)
+    layout, shape, target = only(layouts), site.shapes[0], site.target(k)
     if not shape or len(shape) != len(target):
         return Flow.PROBE
     (dim,) = site.dims("dim", len(shape))
@@ -50,9 +48,7 @@ def convolution(site: Site, k: int, layouts: Layouts) -> Fate:
 @flow("NativeLayerNorm FusedRmsNorm")
 def layer_norm(site: Site, k: int, layouts: Layouts) -> Fate:
     """Mixes the last dims; scale and shift are shared."""
-    layout, shape = layouts[0], site.shapes[0]
-    if layout is None:
-        return Flow.PROBE
+    layout, shape = only(layouts), site.shapes[0]
     kept = len(shape) - len(site.numbers("normalized_shape"))
     if k == 0:
         return keep(layout, shape, site.target(0), leading(shape, kept))
@@ -119,9 +115,9 @@ def images(site: Site, k: int, layouts: Layouts) -> Fate:
 )
 def attention(site: Site, k: int, layouts: Layouts) -> Fate:
     """Batch and head dims are left alone."""
-    if k > 2 or layouts[0] is None:
+    if k > 2:
         return Flow.PROBE
-    return keep(layouts[0], site.shapes[0], site.target(k), leading(site.shapes[0], 2))
+    return keep(only(layouts), site.shapes[0], site.target(k), leading(site.shapes[0], 2))
 
 
 @flow(
@@ -153,10 +149,9 @@ def class_losses(site: Site, k: int, layouts: Layouts) -> Fate:
 def ctc(site: Site, k: int, layouts: Layouts) -> Fate:
     """(N,) came from (T, N, C)."""
     shape, target = site.shapes[0], site.target(k)
-    layout = layouts[0]
-    if layout is None or len(target) != 3 or len(shape) != 1:
+    if len(target) != 3 or len(shape) != 1:
         return Flow.PROBE
-    return keep(layout, shape, target, [1])
+    return keep(only(layouts), shape, target, [1])
 
 
 @flow("MkldnnRnnLayer")
