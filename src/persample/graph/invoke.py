@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from ..kernels.library import plain
 from .layout import Shape
 from .saved import (
     in_backward,
@@ -94,7 +95,8 @@ def _call(node: Node, cotangents: Cotangents, edges: Sequence[Slot | None]) -> O
     with torch.no_grad():
         if is_custom(node):
             return _call_python(node, cotangents, len(edges))
-        result = node(*cotangents)  # type: ignore[operator]
+        # Some backwards refuse odd strides, or get them wrong: as_strided_scatter, batch norm, 3-d pooling.
+        result = node(*[None if g is None else plain(g) for g in cotangents])  # type: ignore[operator]
     return [result] if isinstance(result, Tensor) or result is None else list(result)
 
 

@@ -17,16 +17,29 @@ from tests.graph.sites import wanted
 _DIGITS = {torch.float64: 1e-11, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
-def by_sample(site: Site, cotangents: Sequence[Tensor | None], layouts: Sequence[Layout | None]) -> dict[int, Tensor]:
-    """(B, *target) for every output that leads somewhere, summed over broadcast dims as the engine does."""
+def by_sample(
+    site: Site, cotangents: Sequence[Tensor | None], layouts: Sequence[Layout | None]
+) -> dict[int, Tensor] | None:
+    """(B, *target) for every output that leads somewhere, summed over broadcast dims as the engine does.
+
+    None where PyTorch cannot: some backwards do not know half precision, or operands that the forward takes.
+    """
     batch = next(layout.batch for layout in layouts if layout is not None)
     rows: list[list[Tensor | None]] = [[] for _ in range(batch)]
     for g, layout, shape in zip(cotangents, layouts, site.shapes, strict=True):
         mine = None if g is None or layout is None else _masked(plain(g), marks(layout, shape))
         for i, row in enumerate(rows):
             row.append(None if mine is None else mine[i])
-    found = call_each(site.node, rows, site.edges, list)
-    return {k: torch.stack([_finished(site, k, outputs[k]) for outputs in found]) for k in wanted(site)}
+    return by_row(site, rows)
+
+
+def by_row(site: Site, rows: Sequence[Sequence[Tensor | None]]) -> dict[int, Tensor] | None:
+    """The same for any cotangents, one row of them after another."""
+    try:
+        found = call_each(site.node, rows, site.edges, list)
+        return {k: torch.stack([_finished(site, k, outputs[k]) for outputs in found]) for k in wanted(site)}
+    except RuntimeError:
+        return None
 
 
 def _masked(g: Tensor, mine: Tensor) -> Tensor:

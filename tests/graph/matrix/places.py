@@ -1,4 +1,4 @@
-"""Where samples may lie in a tensor: every dim, folded, across dims, in any order, and with elements that are nobody's."""
+"""Where samples may lie in a tensor: every dim, folded, across dims, in any order, with gaps."""
 
 from __future__ import annotations
 

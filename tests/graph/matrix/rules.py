@@ -86,33 +86,25 @@ def wrong_rules(site: Site, combination: Combination) -> tuple[list[str], int]:
     try:
         made = {k: RULES[site.name](Use(site, k, given, layouts, batch)) for k in wanted(site)}
     except RuntimeError:
-        if not _can(site, given, layouts):
+        if by_sample(site, given, layouts) is None:
             return [], 0
         raise
     answers = {k: factor for k, factor in made.items() if factor is not None}
-    if not answers:
+    want = by_sample(site, given, layouts) if answers else None
+    if want is None:
         return [], 0
-    want = by_sample(site, given, layouts)
     answers = {k: factor for k, factor in answers.items() if bool(want[k].isfinite().all())}  # NaN times zero is NaN
     found = [
         f"{site.name} {site.shapes} -> output {k} {site.target(k)}, {combination.form} cotangent,"
         f" {combination.present}, {combination.layout}: {what}"
         for k, factor in answers.items()
-        for what in _wrong(factor, want[k], given)
+        for what in wrong_answers(factor, want[k], given)
     ]
     return found, len(answers)
 
 
-def _can(site: Site, given: Sequence[Tensor | None], layouts: Sequence[Layout | None]) -> bool:
-    """Can PyTorch itself? Some backwards do not know half precision."""
-    try:
-        by_sample(site, given, layouts)
-    except NotImplementedError:
-        return False
-    return True
-
-
-def _wrong(factor: Factor, want: Tensor, given: Sequence[Tensor | None]) -> Iterable[str]:
+def wrong_answers(factor: Factor, want: Tensor, given: Sequence[Tensor | None]) -> Iterable[str]:
+    """What a factor gets wrong of the gradients that it should hold, made from what was given."""
     scale, dtypes = size(*given, want), [g.dtype for g in given if g is not None]
     if factor.dtype != want.dtype:
         yield f"dtype {factor.dtype}, not {want.dtype}"

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from tests.forms import Make, forms
-from tests.graph.matrix.nodes import Build, sites
 from persample.graph.site import Site
+from tests.forms import forms
+from tests.graph.matrix.nodes import Build, sites
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.complex128)
 _DRAWN = (torch.randn, torch.rand)
