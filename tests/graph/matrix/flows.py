@@ -14,6 +14,7 @@ from persample.graph.layout import Layout
 from persample.graph.site import Fate, Flow, Site
 from tests.forms import numbers
 from tests.graph.matrix.definition import by_sample
+from tests.graph.matrix.nodes import harvest, narrowed
 from tests.graph.matrix.places import marks, places
 from tests.graph.matrix.rules import Combination, cotangents, subsets
 from tests.graph.sites import wanted
@@ -25,6 +26,13 @@ def combinations(site: Site, every: bool) -> Iterator[Combination]:
         where = places(site.shapes[present.index(True)])
         step = 1 if every or all(present) else 3
         yield from (Combination(present, "contiguous", numbers, layout) for layout in where[::step])
+
+
+def planned(name: str, every: bool = False) -> Iterator[tuple[Site, Combination]]:
+    """All that is asked of one flow."""
+    for site, _ in harvest()[name]:
+        for one in (site, *narrowed(site)):
+            yield from ((one, combination) for combination in combinations(one, every))
 
 
 def fates(site: Site, layouts: Sequence[Layout | None]) -> dict[int, Fate]:

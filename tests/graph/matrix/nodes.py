@@ -97,3 +97,13 @@ def harvest() -> dict[str, list[tuple[Site, Build]]]:
                 seen.add(this)
                 found.setdefault(site.name, []).append((site, build))
     return found
+
+
+def narrowed(site: Site) -> Iterator[Site]:
+    """The same node with one of its outputs requested, for every one of several."""
+    wanted = [k for k, slot in enumerate(site.edges) if slot is not None]
+    for kept in wanted if len(wanted) > 1 else ():
+        one = Site(site._tape, site.node)
+        one.edges = tuple(slot if k == kept else None for k, slot in enumerate(site.edges))
+        one.outputs = [(k, slot) for k, slot in site.outputs if k == kept]
+        yield one

@@ -11,13 +11,17 @@ from torch import Tensor
 
 from persample.factors import Factor
 from persample.graph.layout import Layout
+from persample.graph.names import POINTWISE
 from persample.graph.rules import RULES, Use
 from persample.graph.site import Site
 from persample.kernels.norms import row_norms
 from tests.forms import Make, forms, numbers, seed
 from tests.graph.matrix.definition import by_sample, differs, size
+from tests.graph.matrix.nodes import harvest, narrowed
 from tests.graph.matrix.places import marks, places, with_samples
 from tests.graph.sites import wanted
+
+OWN_WAYS = {"Add", "Sub", "Mul", "Expand"}  # elementwise ops that the rule for all of them has shorter ways for
 
 
 class Combination(NamedTuple):
@@ -39,17 +43,28 @@ def subsets(count: int) -> list[tuple[bool, ...]]:
 
 def combinations(site: Site, every: bool) -> Iterator[Combination]:
     """``every`` form × every place, or each form in some places and each place in some forms; then every subset."""
-    whole = subsets(len(site.shapes))[0]
+    first = (True, *[False] * (len(site.shapes) - 1))
     shape, dtype = site.shapes[0], _dtype(site, 0)
     listed, where = list(forms(shape, dtype)), places(shape)
     for i, layout in enumerate(where):
         for j, (form, make) in enumerate(listed):
             if every or j == i % len(listed) or i == 0 or (i == len(where) // 2 and j % 2):
-                yield Combination(whole, form, make, layout)
-    for present in subsets(len(site.shapes))[1:]:
-        first = present.index(True)
-        for layout in places(site.shapes[first])[:: 1 if every else 3]:
-            yield Combination(present, "contiguous", numbers, layout)
+                yield Combination(first, form, make, layout)
+    for present in subsets(len(site.shapes)):
+        if present != first:
+            for layout in places(site.shapes[present.index(True)])[:: 1 if every else 3]:
+                yield Combination(present, "contiguous", numbers, layout)
+
+
+def planned(name: str, every: bool = False) -> Iterator[tuple[Site, Combination]]:
+    """All that is asked of one rule; of elementwise ops, which have one rule for all, some of it at a time."""
+    step = 1 if every or name not in POINTWISE else 2 if name in OWN_WAYS else 3
+    for i, (site, _) in enumerate(harvest()[name]):
+        for j, combination in enumerate(combinations(site, every)):
+            if (i + j) % step == 0:
+                yield site, combination
+        for one in narrowed(site):
+            yield from ((one, combination) for combination in list(combinations(one, every))[:: 1 if every else 5])
 
 
 def _dtype(site: Site, nr: int) -> torch.dtype:
@@ -119,7 +134,7 @@ def wrong_answers(factor: Factor, want: Tensor, given: Sequence[Tensor | None]) 
     questions = {
         "norms": (factor.norms(), norms),
         "weighted sum": (factor.weighted_sum(weights), total),
-        "stack": (factor.stack(), want),
+        "stack": (factor.stack(), want),  # last, as it may be kept
     }
     for name, (got, right) in questions.items():
         scale_here = scale * max(1, rows.shape[1]) ** 0.5 if name == "norms" else scale * factor.batch

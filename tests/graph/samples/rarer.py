@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .leaves import Sample, Samples, c, f, mask, p, w, z
+from .leaves import Sample, Samples, c, f, ids, mask, p, w, z
 
 _aten = torch.ops.aten
 
@@ -129,6 +129,17 @@ _SPACE: Samples = {
     "Cholesky": [lambda: torch.cholesky(w(3, 3).detach().double() @ w(3, 3) + 9 * torch.eye(3))],
 }
 
+_TABLES: Samples = {
+    "UnsafeIndex": [
+        lambda: _aten._unsafe_index(w(4, 3), [ids(4, 4)]),
+        lambda: _aten._unsafe_index(w(2, 4, 3), [None, ids(4, 2)]),
+    ],
+    "SparseAddmm": [
+        lambda: torch.sparse.addmm(w(4, 2), c(4, 3).to_sparse(), w(3, 2), beta=0.5, alpha=2),
+        lambda: torch.sparse.addmm(w(4, 4), c(4, 4).to_sparse(), w(4, 4)),
+    ],
+}
+
 # Products over no numbers at all.
 _EMPTY: Samples = {
     "Addbmm": [
@@ -143,4 +154,4 @@ _EMPTY: Samples = {
     "Mv": [lambda: c(4, 0).mv(w(0))],
 }
 
-RARER: Samples = {**_DOUBLE, **_POINTWISE, **_NORMS, **_SPACE, **_EMPTY}
+RARER: Samples = {**_DOUBLE, **_POINTWISE, **_NORMS, **_SPACE, **_TABLES, **_EMPTY}
