@@ -114,6 +114,18 @@ def test_the_search_sees_private_names() -> None:
     assert "torch._" in found
 
 
+KERNELS = ROOT / "kernels" / "library.py"  # which gives them no strides or signs that autograd would not
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p not in (KERNELS, KEEPER)], ids=name_of)
+def test_kernels_of_torch_are_called_from_one_file(path: Path) -> None:
+    assert "torch.ops" not in path.read_text(), f"{name_of(path)}: call it in kernels/library.py"
+
+
+def test_the_one_file_calls_them() -> None:
+    assert "torch.ops.aten" in KERNELS.read_text()
+
+
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_files_stay_small(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 400

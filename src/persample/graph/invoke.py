@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from ..kernels.library import plain
 from .layout import Shape
 from .library import unspent
 from .saved import (
@@ -95,8 +96,17 @@ def _call(node: Node, cotangents: Cotangents, edges: Sequence[Slot | None]) -> O
     with torch.no_grad():
         if is_custom(node):
             return _call_python(node, cotangents, len(edges))
-        result = node(*cotangents)  # type: ignore[operator]
+        result = node(*[None if g is None else _at_the_start(plain(g)) for g in cotangents])  # type: ignore[operator]
     return [result] if isinstance(result, Tensor) or result is None else list(result)
+
+
+def _at_the_start(g: Tensor) -> Tensor:
+    """A plain cotangent in memory that begins with it.
+
+    Some backwards refuse odd strides, or get them wrong (batch norm, pooling in three dims); that of as_strided_scatter
+    reads from the start of the memory.
+    """
+    return g.clone() if g.storage_offset() else g
 
 
 def _call_python(node: Any, cotangents: Cotangents, count: int) -> Outputs:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from persample.kernels.conv_geometry import Geometry
-from persample.kernels.conv_kernels import KERNELS, library_gradient, matrices, patches_by_position
+from persample.kernels.conv_kernels import KERNELS, matrices, patches_by_position
 from persample.kernels.conv_select import (
     Key,
     applicable,
@@ -38,6 +38,7 @@ from persample.kernels.conv_select import (
     measure,
     use_kernel,
 )
+from persample.kernels.library import convolution, weight_gradient
 
 __all__ = [
     "KERNELS",
@@ -120,12 +121,12 @@ def weight_summed(x: Tensor, dy: Tensor, weight_size: Sequence[int], geometry: G
     """Formula (1) summed over all samples: the ordinary gradient of the weight."""
     if not x.numel() or not dy.numel():
         return x.new_zeros(tuple(weight_size))
-    return library_gradient(x.flatten(0, 1), dy.flatten(0, 1), x.new_empty(tuple(weight_size)), geometry)
+    return weight_gradient(x.flatten(0, 1), dy.flatten(0, 1), x.new_empty(tuple(weight_size)), geometry)
 
 
 def convolve(x: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
     """The convolution itself, of x (B, R, Cin, *S)."""
-    y: Tensor = torch.ops.aten.convolution(x.flatten(0, 1), weight, None, *geometry.arguments)
+    y = convolution(x.flatten(0, 1), weight, geometry)
     return y.view(*x.shape[:2], *y.shape[1:])
 
 
