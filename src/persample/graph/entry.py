@@ -25,7 +25,7 @@ from .notes import noting
 from .plan import Plan, plan
 from .recall import outline, recall, remember
 from .roots import Roots, slot_of
-from .tape import Slot, Tape, walk
+from .tape import Slot, Tape
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ def capture(
 
 def _one_sample(roots: Roots, params: Mapping[str, Tensor], sink: Sink, retain_graph: bool) -> None:
     """One sample: an ordinary backward, on a graph that was looked at all the same."""
-    check_reached(walk([node for node, _ in roots.slots], params.values()), params)
+    check_reached(roots.walk(params.values()), params)
     grads = roots.backward([slot_of(p) for p in params.values()], retain_graph=retain_graph)
     for name, g in zip(params, grads, strict=True):
         if g is not None:

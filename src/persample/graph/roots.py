@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from .layout import Block, Layout
+from .regions import Regions
 from .saved import metadata
-from .tape import Slot
+from .tape import Slot, Tape, walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class Roots:
     batch: int
     cotangents: Sequence[Tensor] = ()
     losses: Tensor | None = None
+    regions: Regions = field(default_factory=Regions)  # what reentrant checkpoints hide of the graph below
 
     @classmethod
     def of_losses(cls, losses: Tensor) -> Roots:
@@ -38,8 +40,31 @@ class Roots:
         node, nr = self.slots[0]
         return int(metadata(node)[nr].dtype.itemsize)
 
+    @property
+    def places(self) -> list[tuple[Slot, Layout]]:
+        """The slots as they are in the graph whose reentrant checkpoints are opened."""
+        found = []
+        for slot, layout in zip(self.slots, self.layouts, strict=True):
+            node, nr = self.regions.resolve(*slot)
+            found += [] if node is None else [((node, nr), layout)]
+        return found
+
+    @property
+    def nodes(self) -> list[Node]:
+        """The nodes at which the graph begins."""
+        return [node for (node, _), _ in self.places]
+
+    def walk(self, params: Iterable[Tensor]) -> Tape:
+        """The graph from here to these leaves."""
+        tape = walk(self.nodes, params, self.regions.below)
+        self.regions.refuse_closures(tape.edges)
+        return tape
+
     def backward(self, inputs: Sequence[Slot], *, retain_graph: bool) -> tuple[Tensor | None, ...]:
         """The gradients of the whole batch at ``inputs``."""
+        if self.regions.opened:
+            ones = [] if self.losses is None else [torch.ones_like(self.losses)]
+            return self.pull(ones or self.cotangents, inputs, retain_graph=retain_graph)
         if self.losses is None:
             return self.pull(self.cotangents, inputs, retain_graph=retain_graph)
         with torch.enable_grad():
@@ -50,6 +75,8 @@ class Roots:
         self, cotangents: Sequence[Tensor], inputs: Sequence[Slot], *, retain_graph: bool
     ) -> tuple[Tensor | None, ...]:
         """The same from other cotangents."""
+        if self.regions.opened:
+            return self.regions.backward(self.slots, cotangents, inputs, retain_graph=retain_graph)
         starts = _edges(self.slots)
         return torch.autograd.grad(starts, _edges(inputs), cotangents, retain_graph=retain_graph, allow_unused=True)
 

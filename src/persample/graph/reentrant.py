@@ -1,0 +1,172 @@
+"""Reentrant checkpoints, opened: the graph that one node of theirs stands for.
+
+``torch.utils.checkpoint`` with ``use_reentrant=True`` runs a function without recording it. One node of the graph keeps
+the function, its inputs and the state of the random numbers, and runs it again when its backward comes. Here it is run
+again before, on inputs of its own, and the graph that this records is read like any other. It is recorded as a
+non-reentrant checkpoint, so that what its ops save is not kept either: a region costs one more run, and no memory.
+
+The attributes of the node read here are private: they hold for torch 2.10 to 2.13, and ``tests/graph/test_reentrant.py``
+checks them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.checkpoint import CheckpointFunction, checkpoint, set_device_states
+
+from .._errors import UnsupportedError
+from .saved import born, in_checkpoint, in_own_task, let_go, metadata
+
+Slot = tuple[Node, int]
+Outputs = Sequence[Tensor | None]
+
+_KIND: type = CheckpointFunction._backward_cls  # type: ignore[attr-defined]
+
+
+def is_reentrant(node: Node | None) -> bool:
+    """Does this node stand for a region of reentrant checkpointing?"""
+    return type(node) is _KIND
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """What a reentrant checkpoint hides."""
+
+    node: Node
+    outputs: tuple[Slot | None, ...]  # per cotangent of the node; None where no gradient flows
+    inputs: tuple[Slot | None, ...]  # per edge of the node: the leaf inside that stands for the tensor there
+    own: frozenset[Node]  # the nodes inside, other than leaves
+    leaves: frozenset[Node]  # those that it leads to
+    outside: frozenset[Slot]  # of tensors that its function did not get as arguments
+
+
+def open_region(node: Any, around: Sequence[Node] = ()) -> Region:
+    """Run a region again, and record it; ``around`` are the nodes of the graph that the checkpoint stands in."""
+    given, leaves = list(_kept(node, "inputs")), []
+    edges = [child for child, _ in node.next_functions]
+    for at, t, below in zip(_kept(node, "tensor_indices"), _tensors(node, around), edges, strict=True):
+        given[at] = t.detach().requires_grad_(below is not None)
+        leaves.append(given[at])
+    start = born(torch.zeros((), device="cpu", requires_grad=True).clone().grad_fn)  # type: ignore[arg-type]
+    with torch.enable_grad(), _as_in_forward(node) as preserved:
+        found = checkpoint(node.run_function, *given, use_reentrant=False, preserve_rng_state=preserved)
+    outputs = found if isinstance(found, tuple) else (found,)
+    _check_outputs(node, outputs)
+    live = [isinstance(t, Tensor) and t.requires_grad for t in outputs]
+    slots = tuple(_slot(t) if flows else None for t, flows in zip(outputs, live, strict=True))
+    inputs = tuple(_slot(t) if t.requires_grad else None for t in leaves)
+    own, ends, outside = _inside([slot[0] for slot in slots if slot is not None], start)
+    return Region(node, slots, inputs, own, ends, outside)
+
+
+def _slot(t: Tensor) -> Slot:
+    edge = get_gradient_edge(t)
+    return edge.node, edge.output_nr
+
+
+def _kept(node: Any, name: str) -> Any:
+    try:
+        return getattr(node, name)
+    except AttributeError as error:
+        raise UnsupportedError(
+            f"the graph holds a reentrant checkpoint, of which torch {torch.__version__} does not keep {name!r} where "
+            f"other releases do: use checkpoint(..., use_reentrant=False)"
+        ) from error
+
+
+def _tensors(node: Any, around: Sequence[Node]) -> Sequence[Tensor]:
+    """The tensors among the arguments; where these are recomputed by another checkpoint, once for all of them."""
+    if not in_checkpoint(node):
+        return tuple(node.saved_tensors)
+    found: list[Tensor] = []
+
+    def read() -> None:
+        found.extend(node.saved_tensors)
+        for other in around:
+            let_go(other)
+
+    in_own_task(read)
+    return found
+
+
+@contextmanager
+def _as_in_forward(node: Any) -> Iterator[bool]:
+    """Random numbers and autocast as they were in the forward pass; the user's random state comes back after.
+
+    Casts are not kept for another use (``cache_enabled``), as regions would share them.
+    """
+    preserved, kind = bool(_kept(node, "preserve_rng_state")), _kept(node, "device_type")
+    on_device = preserved and _kept(node, "had_device_in_fwd")
+    devices = _kept(node, "fwd_devices") if on_device else []
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=devices, device_type=kind))
+        if preserved:
+            torch.set_rng_state(_kept(node, "fwd_cpu_state"))
+        if on_device:
+            set_device_states(devices, _kept(node, "fwd_device_states"), device_type=kind)
+        casts = {kind: _kept(node, "device_autocast_kwargs"), "cpu": _kept(node, "cpu_autocast_kwargs")}
+        for device, options in casts.items():
+            if options is not None:
+                stack.enter_context(torch.amp.autocast(device, **{**options, "cache_enabled": False}))
+        before = torch.get_rng_state()
+        yield preserved
+        if not preserved and not torch.equal(before, torch.get_rng_state()):
+            raise UnsupportedError(
+                "a reentrant checkpoint draws random numbers with preserve_rng_state=False, so that it cannot be run "
+                "again as it was: use checkpoint(..., preserve_rng_state=True)"
+            )
+
+
+def _check_outputs(node: Node, outputs: Sequence[Any]) -> None:
+    """What runs again must be what was run."""
+    then = [tuple(about.shape) for about in metadata(node)]
+    now = [tuple(t.shape) if isinstance(t, Tensor) else shape for t, shape in zip(outputs, then, strict=False)]
+    if len(outputs) != len(then) or now != then:
+        raise UnsupportedError(
+            f"the function of a reentrant checkpoint returned {len(then)} results of shapes {then} in the forward "
+            f"pass, and {len(outputs)} of shapes {now} when it was run again: let it do the same every time"
+        )
+
+
+def _inside(roots: Sequence[Node], start: int) -> tuple[frozenset[Node], frozenset[Node], frozenset[Slot]]:
+    """The nodes recorded after ``start``, the leaves that they lead to, and the older slots."""
+    own, leaves, outside = set(), set(), set()
+    stack: list[Slot] = [(root, 0) for root in roots]
+    while stack:
+        node, nr = stack.pop()
+        if not node.next_functions and type(node).__name__ == "AccumulateGrad":
+            leaves.add(node)
+        elif born(node) < start:
+            outside.add((node, nr))
+        elif node not in own:
+            own.add(node)
+            stack += [(child, at) for child, at in node.next_functions if child is not None]
+    return frozenset(own), frozenset(leaves), frozenset(outside)
+
+
+@contextmanager
+def run_instead(node: Any, backward: Callable[[Outputs], Outputs]) -> Iterator[None]:
+    """Let the engine call ``backward`` for a reentrant node, with a cotangent or None for each of its outputs.
+
+    It answers for every edge of the node. The node's own backward would add to the gradients of parameters.
+    """
+
+    def apply(*grads: Tensor | None) -> Outputs:
+        found: list[Tensor | None] = [None] * (2 + len(node.inputs))
+        for at, g in zip(node.tensor_indices, backward(grads), strict=True):
+            found[2 + at] = g
+        return tuple(found)
+
+    node.apply, node.materialize_grads = apply, False
+    try:
+        yield
+    finally:
+        del node.apply
+        node.materialize_grads = True
