@@ -91,6 +91,12 @@ def many_kinds(net: Layers) -> Regions:
     return [region], lambda x: checkpoint(region, x)
 
 
+def scaled(net: Layers) -> Regions:
+    """An op of a parameter and of data that have gradients, too: both are read, and the engine comes by after."""
+    region = Counted(lambda h: (h * net.vector).tanh() + net.vector)
+    return [region], lambda x: checkpoint(region, net.linear[0](x))
+
+
 def rows_by_index(net: Layers) -> Regions:
     region = Counted(lambda h: net.linear[1](net.linear[0](h)[torch.arange(len(h)).flip(0)].tanh()))
     return [region], lambda x: checkpoint(region, x)
@@ -121,7 +127,7 @@ def interaction(net: Layers) -> Regions:
     return [region], lambda x: checkpoint(region, x)
 
 
-FAST = [one, several, reused, branches, nested, nested_three_deep, many_kinds, rows_by_index, merged_weight]
+FAST = [one, several, reused, branches, nested, nested_three_deep, many_kinds, scaled, rows_by_index, merged_weight]
 SLOW = [function_elementwise, function_with_weights, op_without_rule, interaction]
 slow_paths_allowed = pytest.mark.filterwarnings("ignore::persample.PerformanceWarning")
 

@@ -11,7 +11,7 @@ checks them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -47,16 +47,16 @@ class Region:
     outside: frozenset[Slot]  # of tensors that its function did not get as arguments
 
 
-def open_region(node: Any, around: Sequence[Node] = ()) -> Region:
-    """Run a region again, and record it; ``around`` are the nodes of the graph that the checkpoint stands in."""
+def open_region(node: Any, around: Iterable[Node] = ()) -> Region:
+    """Run a region again, and record it; ``around`` are the nodes among which the checkpoint stands."""
     given, leaves = list(_kept(node, "inputs")), []
     edges = [child for child, _ in node.next_functions]
     for at, t, below in zip(_kept(node, "tensor_indices"), _tensors(node, around), edges, strict=True):
         given[at] = t.detach().requires_grad_(below is not None)
         leaves.append(given[at])
-    start = born(torch.zeros((), device="cpu", requires_grad=True).clone().grad_fn)  # type: ignore[arg-type]
     with torch.enable_grad(), _as_in_forward(node) as preserved:
-        found = checkpoint(node.run_function, *given, use_reentrant=False, preserve_rng_state=preserved)
+        start = born(torch.zeros((), device="cpu", requires_grad=True).clone().grad_fn)  # type: ignore[arg-type]
+        found = checkpoint(_on_views(_kept(node, "run_function")), *given, use_reentrant=False, preserve_rng_state=preserved)
     outputs = found if isinstance(found, tuple) else (found,)
     _check_outputs(node, outputs)
     live = [isinstance(t, Tensor) and t.requires_grad for t in outputs]
@@ -64,6 +64,16 @@ def open_region(node: Any, around: Sequence[Node] = ()) -> Region:
     inputs = tuple(_slot(t) if t.requires_grad else None for t in leaves)
     own, ends, outside = _inside([slot[0] for slot in slots if slot is not None], start)
     return Region(node, slots, inputs, own, ends, outside)
+
+
+def _on_views(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, whose hooks on its inputs are to be hooks of one run."""
+
+    def run(*given: Any) -> Any:
+        wants = [isinstance(t, Tensor) and t.requires_grad for t in given]
+        return function(*[t.view_as(t) if want else t for t, want in zip(given, wants, strict=True)])
+
+    return run
 
 
 def _slot(t: Tensor) -> Slot:
@@ -81,7 +91,7 @@ def _kept(node: Any, name: str) -> Any:
         ) from error
 
 
-def _tensors(node: Any, around: Sequence[Node]) -> Sequence[Tensor]:
+def _tensors(node: Any, around: Iterable[Node]) -> Sequence[Tensor]:
     """The tensors among the arguments; where these are recomputed by another checkpoint, once for all of them."""
     if not in_checkpoint(node):
         return tuple(node.saved_tensors)

@@ -7,7 +7,7 @@ node, the region is run in its place. So cotangents are summed, and regions let 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
@@ -22,12 +22,12 @@ from .tape import Slot, leading_to, op_name
 
 
 class Regions:
-    """The regions of one graph, opened as they are come upon."""
+    """The regions of the graph below ``roots``, opened as they are come upon."""
 
-    def __init__(self) -> None:
+    def __init__(self, roots: Sequence[Node]) -> None:
+        self.roots = roots
         self.opened: dict[Node, Region] = {}
         self.entries: dict[Node, Slot | None] = {}  # leaves inside -> where the graph goes on outside
-        self._around: dict[Node, Region | None] = {}  # the region that a checkpoint inside of another stands in
 
     def resolve(self, node: Node | None, nr: int) -> tuple[Node | None, int]:
         """Where an edge leads to, past the borders of regions."""
@@ -49,12 +49,16 @@ class Regions:
     def _open(self, node: Node) -> Region:
         region = self.opened.get(node)
         if region is None:
-            outer = next((one for one in self.opened.values() if node in one.own), None)
-            region = self.opened[node] = open_region(node, _reached([node] if outer is None else list(outer.own)))
+            region = self.opened[node] = open_region(node, self._beside(node))
             for entry, (child, nr) in zip(region.inputs, node.next_functions, strict=True):
                 if entry is not None:
                     self.entries[entry[0]] = None if child is None else (child, nr)
         return region
+
+    def _beside(self, node: Node) -> Iterable[Node]:
+        """The nodes that may lie in one non-reentrant checkpoint with this one."""
+        outer = next((one.own for one in self.opened.values() if node in one.own), None)
+        return _reached(self.roots) if outer is None else outer
 
     def refuse_closures(self, needed: Collection[Node]) -> None:
         """What a function takes from around it, the engine does not know of when it runs the outer graph."""
@@ -131,8 +135,8 @@ class _Run:
 
     def _inputs(self, region: Region) -> list[Slot | None]:
         """The leaves inside, of which the gradients are needed outside."""
-        wanted = [entry is not None and self.regions.resolve(*entry)[0] in self.needed for entry in region.inputs]
-        return [entry if wants else None for entry, wants in zip(region.inputs, wanted, strict=True)]
+        used = [entry if entry is not None and entry[0] in region.leaves else None for entry in region.inputs]
+        return [None if e is None or self.regions.resolve(*e)[0] not in self.needed else e for e in used]
 
     def _slots(self, region: Region | None) -> list[Slot]:
         """What is asked for in this piece; the gradients of leaves are summed over pieces."""

@@ -27,7 +27,10 @@ class Roots:
     batch: int
     cotangents: Sequence[Tensor] = ()
     losses: Tensor | None = None
-    regions: Regions = field(default_factory=Regions)  # what reentrant checkpoints hide of the graph below
+    regions: Regions = field(init=False)  # what reentrant checkpoints hide of the graph below
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "regions", Regions([node for node, _ in self.slots]))
 
     @classmethod
     def of_losses(cls, losses: Tensor) -> Roots:

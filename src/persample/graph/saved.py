@@ -130,8 +130,8 @@ def passed_from(node: BackwardCFunction, k: int) -> int:
 
 
 def has(node: Node, name: str) -> bool:
-    """Was something saved under this name?"""
-    return hasattr(node, f"_saved_{name}")
+    """Is something saved under this name by nodes of this kind? The node is not asked: a checkpoint would recompute."""
+    return hasattr(type(node), f"_saved_{name}")
 
 
 def tensor(node: Node, name: str) -> Tensor | None:
