@@ -97,6 +97,13 @@ def scaled(net: Layers) -> Regions:
     return [region], lambda x: checkpoint(region, net.linear[0](x))
 
 
+def indexed_weight(net: Layers) -> Regions:
+    """Indices are saved as a list, beside other things that the engine will not come to."""
+    ids = torch.tensor([3, 1, 1, 0, 2, 4])
+    region = Counted(lambda h: (net.table.weight[ids[: len(h)]] + net.linear[0](h)).tanh() @ net.matrix)
+    return [region], lambda x: checkpoint(region, x)
+
+
 def rows_by_index(net: Layers) -> Regions:
     region = Counted(lambda h: net.linear[1](net.linear[0](h)[torch.arange(len(h)).flip(0)].tanh()))
     return [region], lambda x: checkpoint(region, x)
@@ -128,7 +135,7 @@ def interaction(net: Layers) -> Regions:
 
 
 FAST = [one, several, reused, branches, nested, nested_three_deep, many_kinds, scaled, rows_by_index, merged_weight]
-SLOW = [function_elementwise, function_with_weights, op_without_rule, interaction]
+SLOW = [indexed_weight, function_elementwise, function_with_weights, op_without_rule, interaction]
 slow_paths_allowed = pytest.mark.filterwarnings("ignore::persample.PerformanceWarning")
 
 

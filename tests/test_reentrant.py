@@ -6,9 +6,7 @@ without checkpoints.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -217,11 +215,51 @@ def tensor_hooks(net: Net, h: Tensor, run: Run) -> Tensor:
     return after
 
 
+def closure(net: Net, h: Tensor, run: Run) -> Tensor:
+    """A tensor from around, used by no other way."""
+    scale = net.linear[2](h).tanh()
+    return run(lambda a: net.linear[1](net.linear[0](a) * scale).tanh(), h)
+
+
+def closure_also_outside(net: Net, h: Tensor, run: Run) -> Tensor:
+    """Used beside and below the region as well, and hooked: a hook sees the sum of all."""
+    scale = net.linear[2](h).tanh()
+    scale.register_hook(lambda g: g.sin())
+    y = run(lambda a, b: net.linear[1](net.linear[0](a * b) * scale).tanh(), h, net.linear[3](scale))
+    return y * scale
+
+
+def closures_in_a_chain(net: Net, h: Tensor, run: Run) -> Tensor:
+    """What one region takes from around, another gave, which took from around in its turn."""
+    first = net.linear[2](h).tanh()
+    second = run(lambda a: net.linear[0](a) * first, h)
+    third = run(lambda a: net.linear[1](a) * second + first, h)
+    return run(lambda a: net.linear[3](a) * third * second, h) + first
+
+
+def closures_inside(net: Net, h: Tensor, run: Run) -> Tensor:
+    """A region in a region, that takes from both around it."""
+    first = net.linear[2](h).tanh()
+
+    def body(a: Tensor) -> Tensor:
+        here = net.linear[1](a).tanh()
+        return run(lambda b: net.linear[0](b) * here * first, net.linear[3](a)) + run(lambda b: b * here, a)
+
+    return run(body, h)
+
+
+def closure_over_a_weight(net: Net, h: Tensor, run: Run) -> Tensor:
+    """Computed from parameters alone, one of which is used inside, too."""
+    w = net.matrix @ net.linear[0].weight
+    return run(lambda a: F.linear(a @ net.matrix, w), h) + run(lambda a: F.linear(a, w.tanh()), h)
+
+
 FAST = [
     one, one_linear, several_and_between, around_and_inside, branches, called_twice, tied, several_tensors,
     an_output_unused, the_same_output_twice, an_input_unused, an_input_given_twice, identity, detached_inside,
     parameters_as_inputs, weights_from_a_region, merged_weight, many_kinds, other_places, reordered, loop_over_samples,
     in_place, nested, nested_three_deep, nested_at_once, dropout, nested_dropout, sequential, tensor_hooks,
+    closure, closure_also_outside, closures_in_a_chain, closures_inside, closure_over_a_weight,
 ]  # fmt: skip
 
 
@@ -320,7 +358,9 @@ class ByDepth:
 
 
 @slow_paths_allowed
-@pytest.mark.parametrize("body", [b for b in FAST + SLOW if b not in (sequential, tensor_hooks)], ids=lambda body: body.__name__)
+@pytest.mark.parametrize(
+    "body", [b for b in FAST + SLOW if b not in (sequential, tensor_hooks)], ids=lambda body: body.__name__
+)
 @pytest.mark.parametrize("kinds", [(reentrant, other), (other, reentrant)], ids=["reentrant outside", "inside"])
 def test_both_kinds_in_one_another(body: Body, kinds: tuple[Run, Run]) -> None:
     net, losses = prepare(body, 3)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from .saved import born, in_checkpoint, in_own_task, let_go, metadata
 Slot = tuple[Node, int]
 Outputs = Sequence[Tensor | None]
 
-_KIND: type = CheckpointFunction._backward_cls  # type: ignore[attr-defined]
+_KIND: type = CheckpointFunction._backward_cls
 
 
 def is_reentrant(node: Node | None) -> bool:
@@ -42,9 +42,23 @@ class Region:
     node: Node
     outputs: tuple[Slot | None, ...]  # per cotangent of the node; None where no gradient flows
     inputs: tuple[Slot | None, ...]  # per edge of the node: the leaf inside that stands for the tensor there
-    own: frozenset[Node]  # the nodes inside, other than leaves
-    leaves: frozenset[Node]  # those that it leads to
-    outside: frozenset[Slot]  # of tensors that its function did not get as arguments
+    start: int  # a number smaller than those of its nodes, and larger than those of all before
+    own: set[Node] = field(default_factory=set)  # the nodes inside, other than leaves
+    leaves: set[Node] = field(default_factory=set)  # those that it leads to
+    outside: set[Slot] = field(default_factory=set)  # of tensors that its function did not get as arguments
+
+    def follow(self, slots: Iterable[Slot]) -> None:
+        """Enter what lies below these slots of the region."""
+        stack = list(slots)
+        while stack:
+            node, nr = stack.pop()
+            if not node.next_functions and type(node).__name__ == "AccumulateGrad":
+                self.leaves.add(node)
+            elif born(node) < self.start:
+                self.outside.add((node, nr))
+            elif node not in self.own:
+                self.own.add(node)
+                stack += [(child, at) for child, at in node.next_functions if child is not None]
 
 
 def open_region(node: Any, around: Iterable[Node] = ()) -> Region:
@@ -56,14 +70,17 @@ def open_region(node: Any, around: Iterable[Node] = ()) -> Region:
         leaves.append(given[at])
     with torch.enable_grad(), _as_in_forward(node) as preserved:
         start = born(torch.zeros((), device="cpu", requires_grad=True).clone().grad_fn)  # type: ignore[arg-type]
-        found = checkpoint(_on_views(_kept(node, "run_function")), *given, use_reentrant=False, preserve_rng_state=preserved)
+        found = checkpoint(
+            _on_views(_kept(node, "run_function")), *given, use_reentrant=False, preserve_rng_state=preserved
+        )
     outputs = found if isinstance(found, tuple) else (found,)
     _check_outputs(node, outputs)
     live = [isinstance(t, Tensor) and t.requires_grad for t in outputs]
     slots = tuple(_slot(t) if flows else None for t, flows in zip(outputs, live, strict=True))
     inputs = tuple(_slot(t) if t.requires_grad else None for t in leaves)
-    own, ends, outside = _inside([slot[0] for slot in slots if slot is not None], start)
-    return Region(node, slots, inputs, own, ends, outside)
+    region = Region(node, slots, inputs, start)
+    region.follow(slot for slot in slots if slot is not None)
+    return region
 
 
 def _on_views(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -136,29 +153,14 @@ def _as_in_forward(node: Any) -> Iterator[bool]:
 
 def _check_outputs(node: Node, outputs: Sequence[Any]) -> None:
     """What runs again must be what was run."""
-    then = [tuple(about.shape) for about in metadata(node)]
-    now = [tuple(t.shape) if isinstance(t, Tensor) else shape for t, shape in zip(outputs, then, strict=False)]
+    then = [tuple(about.shape) for about in metadata(node)]  # nothing is told of those that have no gradients
+    known = [isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()) for t in outputs]
+    now = [tuple(t.shape) if k else shape for t, k, shape in zip(outputs, known, then, strict=False)]
     if len(outputs) != len(then) or now != then:
         raise UnsupportedError(
             f"the function of a reentrant checkpoint returned {len(then)} results of shapes {then} in the forward "
             f"pass, and {len(outputs)} of shapes {now} when it was run again: let it do the same every time"
         )
-
-
-def _inside(roots: Sequence[Node], start: int) -> tuple[frozenset[Node], frozenset[Node], frozenset[Slot]]:
-    """The nodes recorded after ``start``, the leaves that they lead to, and the older slots."""
-    own, leaves, outside = set(), set(), set()
-    stack: list[Slot] = [(root, 0) for root in roots]
-    while stack:
-        node, nr = stack.pop()
-        if not node.next_functions and type(node).__name__ == "AccumulateGrad":
-            leaves.add(node)
-        elif born(node) < start:
-            outside.add((node, nr))
-        elif node not in own:
-            own.add(node)
-            stack += [(child, at) for child, at in node.next_functions if child is not None]
-    return frozenset(own), frozenset(leaves), frozenset(outside)
 
 
 @contextmanager

@@ -3,22 +3,27 @@
 An edge to a checkpoint's node leads on to the region that it stands for, and the region's own inputs lead back to what
 the checkpoint was given. The engine knows nothing of that: it runs the outer graph, and where it comes to a checkpoint's
 node, the region is run in its place. So cotangents are summed, and regions let go, as in an ordinary backward.
+
+What the engine cannot know is that a function uses a tensor around it which it was not given. What comes to such a
+tensor from a region is found in a run before, and given to the run proper to start from, beside the losses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import NamedTuple
+from itertools import chain
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from .._errors import UnsupportedError
 from .reentrant import Outputs, Region, is_reentrant, open_region, run_instead
-from .tape import Slot, leading_to, op_name
+from .saved import born
+from .tape import Slot, leading_to
+
+Starts = Sequence[tuple[Slot, Tensor]]  # where a backward starts, and the cotangents there
 
 
 class Regions:
@@ -50,6 +55,9 @@ class Regions:
         region = self.opened.get(node)
         if region is None:
             region = self.opened[node] = open_region(node, self._beside(node))
+            outer = self.owner(node)
+            if outer is not None:  # of which this one may use what nothing else there does
+                outer.follow(slot for slot in region.outside if born(slot[0]) > outer.start)
             for entry, (child, nr) in zip(region.inputs, node.next_functions, strict=True):
                 if entry is not None:
                     self.entries[entry[0]] = None if child is None else (child, nr)
@@ -57,63 +65,84 @@ class Regions:
 
     def _beside(self, node: Node) -> Iterable[Node]:
         """The nodes that may lie in one non-reentrant checkpoint with this one."""
-        outer = next((one.own for one in self.opened.values() if node in one.own), None)
-        return _reached(self.roots) if outer is None else outer
+        outer = self.owner(node)
+        return _reached(self.roots) if outer is None else outer.own
 
-    def refuse_closures(self, needed: Collection[Node]) -> None:
-        """What a function takes from around it, the engine does not know of when it runs the outer graph."""
-        for region in self.opened.values():
-            for node, _ in region.outside:
-                if node in needed:
-                    raise UnsupportedError(
-                        f"the function of a reentrant checkpoint uses the result of {op_name(node)} without being "
-                        f"given it: pass it as an argument, or use checkpoint(..., use_reentrant=False)"
-                    )
+    def settle(self, starts: Starts, slots: Sequence[Slot]) -> Starts:
+        """Where else to start from on the way to ``slots``: tensors that regions use without being given them.
 
-    def backward(
-        self, starts: Sequence[Slot], cotangents: Sequence[Tensor], slots: Sequence[Slot], *, retain_graph: bool
-    ) -> tuple[Tensor | None, ...]:
-        """The gradients at ``slots``, inside of regions or outside."""
+        The regions that were run last come first, as what they use may have come out of the others.
+        """
+        found: list[tuple[Slot, Tensor]] = []
+        regions = [region for region in self.opened.values() if region.outside]
+        needed = self.leading([slot for slot, _ in starts], slots) if regions else set()
+        for region in sorted(regions, key=lambda one: self._when(one.node), reverse=True):
+            wanted = [slot for slot in region.outside if self.resolve(*slot)[0] in needed]
+            run = _Run(self, [*starts, *found], wanted, True, only=region)
+            run.piece(None)
+            found += [(slot, run.found[slot]) for slot in wanted if slot in run.found]
+        return found
+
+    def leading(self, starts: Iterable[Slot], slots: Iterable[Slot]) -> set[Node | None]:
+        """The nodes of these slots, and all between them and the start."""
+        roots, goals = ([self.resolve(*slot)[0] for slot in many] for many in (starts, slots))
+        return {*leading_to([node for node in roots if node is not None], goals, self.below), *goals} - {None}
+
+    def _when(self, node: Node) -> tuple[int, ...]:
+        """When a checkpoint was run: later ones are larger, and those inside of another are later than that one."""
+        outer = self.owner(node)
+        return (*(() if outer is None else self._when(outer.node)), born(node))
+
+    def backward(self, starts: Starts, slots: Sequence[Slot], *, retain_graph: bool) -> tuple[Tensor | None, ...]:
+        """The gradients at ``slots``, inside of regions or outside, from all that ``settle`` has found as well."""
         run = _Run(self, starts, slots, retain_graph)
-        run.piece(None, starts, cotangents)
+        run.piece(None)
         return tuple([run.found.get(slot) for slot in slots])
 
-
-class _Piece(NamedTuple):
-    """A part of the graph that the engine runs at once: where it ends, and the checkpoints in it."""
-
-    slots: list[Slot]
-    checkpoints: list[Node]
+    def owner(self, node: Node) -> Region | None:
+        """The region that a node lies in."""
+        return next((one for one in self.opened.values() if node in one.own), None)
 
 
 class _Run:
-    """One backward."""
+    """One backward, for all slots; or for those that ``only`` one region leads to without having been given them."""
 
-    def __init__(self, regions: Regions, starts: Sequence[Slot], slots: Sequence[Slot], retain_graph: bool) -> None:
-        self.regions, self.retain_graph = regions, retain_graph
+    def __init__(
+        self,
+        regions: Regions,
+        starts: Starts,
+        slots: Sequence[Slot],
+        retain_graph: bool,
+        only: Region | None = None,
+    ) -> None:
+        self.regions, self.starts, self.retain_graph, self.only = regions, starts, retain_graph, only
         self.slots = list(dict.fromkeys(slots))
-        roots = [node for node, _ in (regions.resolve(*start) for start in starts) if node is not None]
-        goals = {node for node, _ in slots}
-        self.needed = leading_to(roots, goals, regions.below) | goals
+        self.needed = regions.leading([slot for slot, _ in starts], self.slots)
         self.found: dict[Slot, Tensor] = {}
+        self.held: set[Node] = set()  # checkpoints whose own backward is kept from running
 
-    def piece(self, region: Region | None, starts: Sequence[Slot], cotangents: Sequence[Tensor]) -> Outputs:
+    def piece(self, region: Region | None, starts: Starts = ()) -> Outputs:
         """Run the outer graph, or a region; the gradients of its inputs come back."""
-        roots = [node for node, _ in starts]
+        starts = [*starts, *[start for start in self.starts if self.regions.owner(start[0][0]) is region]]
+        roots = [node for (node, _), _ in starts]
         inputs = [] if region is None else self._inputs(region)
         slots = [*self._slots(region), *[entry for entry in inputs if entry is not None]]
         checkpoints = [node for node in _reached(roots) if is_reentrant(node)]
-        live = [node for node in checkpoints if self._is_needed(node)]
+        live = [node for node in checkpoints if self._is_needed(node) and self.regions.owner(node) is region]
         passed = leading_to(roots, {node for node, _ in slots} | set(live))
-        last = [node for node in live if node not in passed]  # to which the engine comes, and goes no further
-        asked = [*slots, *[(node, nr) for node in last for nr in range(len(self.regions.opened[node].outputs))]]
+        last = {node: self._cotangents(node) for node in live if node not in passed}  # the engine goes no further there
         with ExitStack() as stack:
             for node in checkpoints:
-                stack.enter_context(run_instead(node, partial(self._through, node)))
-            grads = _grad(starts, asked, cotangents, retain_graph=self.retain_graph) if asked else ()
-            got = dict(zip(asked, grads, strict=True))
-            for node in last:
-                self._through(node, [got.pop((node, nr)) for nr in range(len(self.regions.opened[node].outputs))])
+                if node not in self.held:  # by the graph around this piece
+                    self.held.add(node)
+                    stack.callback(self.held.discard, node)
+                    stack.enter_context(run_instead(node, partial(self._through, node)))
+            for node in self._borders(region):
+                stack.callback(node.register_prehook(lambda grads: (None,) * len(grads)).remove)
+            keep = self.retain_graph or bool(self._borders(region))
+            got = _grad(starts, [*slots, *chain(*last.values())], retain_graph=keep)
+            for node, cotangents in last.items():
+                self._through(node, [got.pop(slot) for slot in cotangents])
         for slot in self._slots(region):
             self._add(slot, got[slot])
         return [None if entry is None else got[entry] for entry in inputs]
@@ -122,16 +151,19 @@ class _Run:
         """A region in the place of its checkpoint's node."""
         region = self.regions.opened.get(node)
         nothing: Outputs = [None] * len(node.next_functions)
-        if region is None or not self._is_needed(node):
+        if region is None or not self._is_needed(node) or (self.only and node in {n for n, _ in self.slots}):
             return nothing
         given = [(s, g) for s, g in zip(region.outputs, grads, strict=True) if s is not None and g is not None]
-        return self.piece(region, [slot for slot, _ in given], [g for _, g in given]) if given else nothing
+        return self.piece(region, given) if given else nothing
 
     def _is_needed(self, node: Node) -> bool:
         """Is something asked for in a region, or below it?"""
         region = self.regions.opened.get(node)
         slots = () if region is None else [self.regions.resolve(*slot) for slot in region.outputs if slot is not None]
         return any(below in self.needed for below, _ in slots)
+
+    def _cotangents(self, node: Node) -> list[Slot]:
+        return [(node, nr) for nr in range(len(self.regions.opened[node].outputs))]
 
     def _inputs(self, region: Region) -> list[Slot | None]:
         """The leaves inside, of which the gradients are needed outside."""
@@ -140,10 +172,17 @@ class _Run:
 
     def _slots(self, region: Region | None) -> list[Slot]:
         """What is asked for in this piece; the gradients of leaves are summed over pieces."""
+        if self.only is not None:
+            # A node that is asked for its cotangent and goes no further would call the hooks on its tensor before.
+            below = [(child, nr) for node, _ in self.slots for child, nr in node.next_functions if child is not None]
+            return [*self.slots, *below] if region is self.only else []
         if region is None:
-            inside = [one.own for one in self.regions.opened.values()]
-            return [slot for slot in self.slots if not any(slot[0] in own for own in inside)]
+            return [slot for slot in self.slots if self.regions.owner(slot[0]) is None]
         return [slot for slot in self.slots if slot[0] in region.own or slot[0] in region.leaves]
+
+    def _borders(self, region: Region | None) -> set[Node]:
+        """Nodes outside that a region leads to, which are not to run with it: their turn is in the outer graph."""
+        return set() if region is None or self.only is not None else {node for node, _ in region.outside}
 
     def _add(self, slot: Slot, g: Tensor | None) -> None:
         if g is not None:
@@ -151,11 +190,14 @@ class _Run:
             self.found[slot] = g if before is None else before + g
 
 
-def _grad(
-    starts: Sequence[Slot], slots: Sequence[Slot], cotangents: Sequence[Tensor], *, retain_graph: bool
-) -> tuple[Tensor | None, ...]:
-    outputs, inputs = ([GradientEdge(node, nr) for node, nr in many] for many in (starts, slots))
-    return torch.autograd.grad(outputs, inputs, cotangents, retain_graph=retain_graph, allow_unused=True)
+def _grad(starts: Starts, slots: Iterable[Slot], *, retain_graph: bool) -> dict[Slot, Tensor | None]:
+    asked = list(dict.fromkeys(slots))
+    if not asked or not starts:
+        return dict.fromkeys(asked)
+    outputs, inputs = ([GradientEdge(node, nr) for node, nr in many] for many in ([s for s, _ in starts], asked))
+    cotangents = [g for _, g in starts]
+    found = torch.autograd.grad(outputs, inputs, cotangents, retain_graph=retain_graph, allow_unused=True)
+    return dict(zip(asked, found, strict=True))
 
 
 def _reached(roots: Sequence[Node]) -> list[Node]:

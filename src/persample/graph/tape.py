@@ -93,7 +93,7 @@ def walk(roots: Iterable[Node], params: Iterable[Tensor], edges_below: Below = e
     leaves: dict[Node, Tensor] = {}
     others: list[Node] = []
     after: list[Node] = []  # children before parents
-    children: dict[Node, tuple[tuple[Node | None, int], ...]] = {}
+    children: dict[Node, Sequence[tuple[Node | None, int]]] = {}
     stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
     while stack:
         node, expanded = stack.pop()
@@ -129,7 +129,7 @@ def walk(roots: Iterable[Node], params: Iterable[Tensor], edges_below: Below = e
     return Tape(after, edges, leaves, others, fed)
 
 
-def leading_to(roots: Iterable[Node], goals: Collection[Node], below: Below = edges_of) -> set[Node]:
+def leading_to(roots: Iterable[Node], goals: Iterable[Node | None], below: Below = edges_of) -> set[Node]:
     """All nodes from which one of ``goals`` is reached."""
     above: dict[Node, list[Node]] = {root: [] for root in roots}
     stack = list(above)
