@@ -5,13 +5,13 @@ the function, its inputs and the state of the random numbers, and runs it again 
 again before, on inputs of its own, and the graph that this records is read like any other. It is recorded as a
 non-reentrant checkpoint, so that what its ops save is not kept either: a region costs one more run, and no memory.
 
-The attributes of the node read here are private: they hold for torch 2.10 to 2.13, and ``tests/graph/test_reentrant.py``
-checks them.
+The node's attributes are private: they hold for torch 2.10 to 2.13; ``tests/graph/test_reentrant.py`` checks the names
+and behaviours used here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,7 +42,8 @@ class Region:
     node: Node
     outputs: tuple[Slot | None, ...]  # per cotangent of the node; None where no gradient flows
     inputs: tuple[Slot | None, ...]  # per edge of the node: the leaf inside that stands for the tensor there
-    start: int  # a number smaller than those of its nodes, and larger than those of all before
+    start: int  # a number smaller than those of its nodes, and larger than those of all that this thread made before
+    others: Container[Node]  # nodes that were there before
     own: set[Node] = field(default_factory=set)  # the nodes inside, other than leaves
     leaves: set[Node] = field(default_factory=set)  # those that it leads to
     outside: set[Slot] = field(default_factory=set)  # of tensors that its function did not get as arguments
@@ -54,18 +55,18 @@ class Region:
             node, nr = stack.pop()
             if not node.next_functions and type(node).__name__ == "AccumulateGrad":
                 self.leaves.add(node)
-            elif born(node) < self.start:
+            elif born(node) < self.start or node in self.others:
                 self.outside.add((node, nr))
             elif node not in self.own:
                 self.own.add(node)
                 stack += [(child, at) for child, at in node.next_functions if child is not None]
 
 
-def open_region(node: Any, around: Iterable[Node] = ()) -> Region:
-    """Run a region again, and record it; ``around`` are the nodes among which the checkpoint stands."""
+def open_region(node: Any, others: Collection[Node]) -> Region:
+    """Run a region again, and record it; ``others`` are the nodes of the graph that the checkpoint stands in."""
     given, leaves = list(_kept(node, "inputs")), []
     edges = [child for child, _ in node.next_functions]
-    for at, t, below in zip(_kept(node, "tensor_indices"), _tensors(node, around), edges, strict=True):
+    for at, t, below in zip(_kept(node, "tensor_indices"), _tensors(node, others), edges, strict=True):
         given[at] = t.detach().requires_grad_(below is not None)
         leaves.append(given[at])
     with torch.enable_grad(), _as_in_forward(node) as preserved:
@@ -78,7 +79,7 @@ def open_region(node: Any, around: Iterable[Node] = ()) -> Region:
     live = [isinstance(t, Tensor) and t.requires_grad for t in outputs]
     slots = tuple(_slot(t) if flows else None for t, flows in zip(outputs, live, strict=True))
     inputs = tuple(_slot(t) if t.requires_grad else None for t in leaves)
-    region = Region(node, slots, inputs, start)
+    region = Region(node, slots, inputs, start, others)
     region.follow(slot for slot in slots if slot is not None)
     return region
 
@@ -108,7 +109,7 @@ def _kept(node: Any, name: str) -> Any:
         ) from error
 
 
-def _tensors(node: Any, around: Iterable[Node]) -> Sequence[Tensor]:
+def _tensors(node: Any, others: Iterable[Node]) -> Sequence[Tensor]:
     """The tensors among the arguments; where these are recomputed by another checkpoint, once for all of them."""
     if not in_checkpoint(node):
         return tuple(node.saved_tensors)
@@ -116,7 +117,7 @@ def _tensors(node: Any, around: Iterable[Node]) -> Sequence[Tensor]:
 
     def read() -> None:
         found.extend(node.saved_tensors)
-        for other in around:
+        for other in others:
             let_go(other)
 
     in_own_task(read)

@@ -1,8 +1,8 @@
 """The graph with its reentrant checkpoints opened: to be read as one, and run piece by piece.
 
 An edge to a checkpoint's node leads on to the region that it stands for, and the region's own inputs lead back to what
-the checkpoint was given. The engine knows nothing of that: it runs the outer graph, and where it comes to a checkpoint's
-node, the region is run in its place. So cotangents are summed, and regions let go, as in an ordinary backward.
+the checkpoint was given. The engine knows nothing of that: it runs the outer graph, and where it comes to the node of a
+checkpoint, the region is run in its place. So cotangents are summed, and regions let go, as in an ordinary backward.
 
 What the engine cannot know is that a function uses a tensor around it which it was not given. What comes to such a
 tensor from a region is found in a run before, and given to the run proper to start from, beside the losses.
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
+from .._errors import UnsupportedError
 from .reentrant import Outputs, Region, is_reentrant, open_region, run_instead
 from .saved import born
 from .tape import Slot, leading_to
@@ -31,6 +32,7 @@ class Regions:
 
     def __init__(self, roots: Sequence[Node]) -> None:
         self.roots = roots
+        self.outer: set[Node] = set()  # the nodes of the graph itself, read when the first region is opened
         self.opened: dict[Node, Region] = {}
         self.entries: dict[Node, Slot | None] = {}  # leaves inside -> where the graph goes on outside
 
@@ -54,19 +56,33 @@ class Regions:
     def _open(self, node: Node) -> Region:
         region = self.opened.get(node)
         if region is None:
-            region = self.opened[node] = open_region(node, self._beside(node))
+            self.outer = self.outer or set(_reached(self.roots))
             outer = self.owner(node)
-            if outer is not None:  # of which this one may use what nothing else there does
-                outer.follow(slot for slot in region.outside if born(slot[0]) > outer.start)
+            region = open_region(node, self.outer if outer is None else outer.own)
+            self.opened[node] = region
             for entry, (child, nr) in zip(region.inputs, node.next_functions, strict=True):
                 if entry is not None:
                     self.entries[entry[0]] = None if child is None else (child, nr)
+            if outer is not None:  # of which this one may use what nothing else there does
+                outer.follow(slot for slot in region.outside if born(slot[0]) > outer.start)
+            self._refuse_strangers(region)
         return region
 
-    def _beside(self, node: Node) -> Iterable[Node]:
-        """The nodes that may lie in one non-reentrant checkpoint with this one."""
+    def _refuse_strangers(self, region: Region) -> None:
+        """What a region takes from around may be the outer graph's, or of the regions that it lies in."""
+        around = {id(one) for one in self._around(region.node)}
+        for node, _ in region.outside:
+            owner = self.owner(node)
+            if owner is not None and id(owner) not in around:
+                raise UnsupportedError(
+                    f"the function of a reentrant checkpoint uses a result of {type(node).__name__} that another one "
+                    f"computed, without being given it: pass it as an argument"
+                )
+
+    def _around(self, node: Node) -> list[Region]:
+        """The regions that a checkpoint stands in, the innermost first."""
         outer = self.owner(node)
-        return _reached(self.roots) if outer is None else outer.own
+        return [] if outer is None else [outer, *self._around(outer.node)]
 
     def settle(self, starts: Starts, slots: Sequence[Slot]) -> Starts:
         """Where else to start from on the way to ``slots``: tensors that regions use without being given them.
@@ -88,10 +104,9 @@ class Regions:
         roots, goals = ([self.resolve(*slot)[0] for slot in many] for many in (starts, slots))
         return {*leading_to([node for node in roots if node is not None], goals, self.below), *goals} - {None}
 
-    def _when(self, node: Node) -> tuple[int, ...]:
+    def _when(self, node: Node) -> list[int]:
         """When a checkpoint was run: later ones are larger, and those inside of another are later than that one."""
-        outer = self.owner(node)
-        return (*(() if outer is None else self._when(outer.node)), born(node))
+        return [*[born(region.node) for region in reversed(self._around(node))], born(node)]
 
     def backward(self, starts: Starts, slots: Sequence[Slot], *, retain_graph: bool) -> tuple[Tensor | None, ...]:
         """The gradients at ``slots``, inside of regions or outside, from all that ``settle`` has found as well."""
