@@ -1,4 +1,4 @@
-"""Non-reentrant checkpointing: exact, one more recomputation and no more memory; reentrant: refused."""
+"""Non-reentrant checkpointing: exact, one more recomputation and no more memory. Reentrant: test_reentrant.py."""
 
 from __future__ import annotations
 
@@ -190,26 +190,6 @@ def test_one_sample_costs_what_a_backward_costs() -> None:
     net, counters, forward = prepare(several, 1)
     losses = forward()
     assert recomputations(counters, lambda: ps.grad(losses, net)) == [1, 1]
-
-
-def test_reentrant_checkpoints_are_refused_with_the_remedy() -> None:
-    torch.manual_seed(0)
-    net, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), torch.randn(4, 3, requires_grad=True)
-    losses = net(_checkpoint(net, x, use_reentrant=True)).square().sum(1)
-    for independent in (False, True):
-        with pytest.raises(
-            ps.UnsupportedError, match=r"reentrant checkpoint.*use checkpoint\(\.\.\., use_reentrant=False"
-        ):
-            ps.grad(losses, net, independent=independent)
-    assert {row.handling.split(":")[0] for row in ps.explain(losses, net).rows} == {"refused"}
-
-
-def test_a_reentrant_checkpoint_is_refused_for_one_sample_too() -> None:
-    """Without a look at the graph, `torch.autograd.grad(allow_unused=True)` passes over what it hides: zeros."""
-    net, x = nn.Linear(3, 3), torch.randn(1, 3, requires_grad=True)
-    losses = _checkpoint(net, x, use_reentrant=True).square().sum(1)
-    with pytest.raises(ps.UnsupportedError, match="use_reentrant=False"):
-        ps.grad(losses, net)
 
 
 MEMORY = """
