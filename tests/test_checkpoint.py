@@ -99,7 +99,7 @@ def scaled(net: Layers) -> Regions:
 
 def indexed_weight(net: Layers) -> Regions:
     """Indices are saved as a list, beside other things that the engine will not come to."""
-    ids = torch.tensor([3, 1, 1, 0, 2, 4])
+    ids = torch.tensor([3, 1, 1, 0, 2, 4, 4, 1, 0])
     region = Counted(lambda h: (net.table.weight[ids[: len(h)]] + net.linear[0](h)).tanh() @ net.matrix)
     return [region], lambda x: checkpoint(region, x)
 
@@ -190,6 +190,22 @@ def test_one_sample_costs_what_a_backward_costs() -> None:
     net, counters, forward = prepare(several, 1)
     losses = forward()
     assert recomputations(counters, lambda: ps.grad(losses, net)) == [1, 1]
+
+
+@slow_paths_allowed
+@pytest.mark.parametrize("kind", [True, False])
+def test_a_weight_whose_view_is_changed_in_place_is_refused(kind: bool) -> None:
+    """The op's own node is hidden in another, so that what it saved cannot be kept for a second call."""
+
+    def region(net: Layers, h: Tensor) -> Tensor:
+        table = net.linear[0](net.matrix.view(1, 3, 3) + 1).sigmoid_()
+        return h @ net.linear[1](table)[0]
+
+    net, _, _ = prepare(one, 3)
+    x = torch.randn(3, 3).double()
+    losses = _checkpoint(region, net, net.linear[2](x), use_reentrant=kind).square().sum(1)
+    with pytest.raises(ps.UnsupportedError, match=r"changes a view of weights in place.*returns a new tensor"):
+        ps.grad(losses, net)
 
 
 MEMORY = """
