@@ -70,7 +70,7 @@ class _Assignment:
         self.settled: dict[Slot, Fate] = {}  # cotangents of which a real backward showed the whole sum
 
     def run(self) -> Map:
-        for slot, layout in zip(self.roots.slots, self.roots.layouts, strict=True):
+        for slot, layout in self.roots.places:
             if slot[0] in self.tape.edges:
                 self._merge(slot, layout)
         cotangents, batched = self.map.cotangents, self.map.batched

@@ -17,7 +17,7 @@ from .library import op_of
 from .plan import plan
 from .roots import Roots
 from .saved import is_custom
-from .tape import is_leaf, op_name, walk
+from .tape import is_leaf, op_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def describe(losses: Tensor, params: Mapping[str, Tensor]) -> tuple[list[Handlin
         ], []
     try:
         roots = Roots.of_losses(losses)
-        check_reached(walk([node for node, _ in roots.slots], params.values()), params)
+        check_reached(roots.walk(params.values()), params)
         found = plan(roots, list(params.values())) if len(losses) > 1 else None
     except UnsupportedError as error:
         return [Handling(name, "", "", "", f"refused: {error}") for name in params], []

@@ -27,7 +27,7 @@ from .plan import Plan, plan
 from .recall import outline, recall, remember
 from .roots import Roots, slot_of
 from .saved import is_compiled, is_torchs
-from .tape import Slot, Tape, leaf_of, op_name, walk
+from .tape import Slot, Tape, leaf_of, op_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ def whole_graph(roots: Roots, found: Plan) -> tuple[Tape, Map]:
     if not found.tape.others:
         return found.tape, found.map
     others = {node: leaf_of(node) for node in found.tape.others}
-    tape = walk([node for node, _ in roots.slots], [*found.tape.leaves.values(), *others.values()])
+    tape = roots.walk([*found.tape.leaves.values(), *others.values()])
     tape.doubtful = {node for node, leaf in others.items() if not isinstance(leaf, torch.nn.Parameter)}
     return tape, assign(tape, roots)
 
@@ -169,7 +169,7 @@ def capture(
 
 def _one_sample(roots: Roots, params: Mapping[str, Tensor], sink: Sink, retain_graph: bool) -> None:
     """One sample: an ordinary backward, on a graph that was looked at all the same."""
-    check_reached(walk([node for node, _ in roots.slots], params.values()), params)
+    check_reached(roots.walk(params.values()), params)
     grads = roots.backward([slot_of(p) for p in params.values()], retain_graph=retain_graph)
     for name, g in zip(params, grads, strict=True):
         if g is not None:

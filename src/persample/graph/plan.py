@@ -15,7 +15,7 @@ from .gather import Source
 from .names import WEIGHT_VIEWS
 from .roots import Roots
 from .saved import is_custom
-from .tape import Slot, Tape, is_leaf, leading_to, op_name, walk
+from .tape import Slot, Tape, is_leaf, leading_to, op_name
 
 if TYPE_CHECKING:
     from .bundles import Bundle
@@ -52,11 +52,11 @@ def plan(
     The engine will go on to ``plain`` for ordinary gradients, whatever is requested here; ``data`` are leaves among the
     parameters that hold samples. A ``tape`` of the same graph saves another walk.
     """
-    tape = tape or walk([node for node, _ in roots.slots], params)
+    tape = tape or roots.walk(params)
     tape.data = data
     found = Plan(tape, assign(tape, roots))
     inner: set[Node] = set()  # nodes from which the engine goes on to something requested
-    onward = leading_to([node for node, _ in roots.slots], {node for node, _ in plain}) if plain else set()
+    onward = leading_to(roots.nodes, {node for node, _ in plain}, roots.regions.below) if plain else set()
     cotangents, batched, flows = found.map.cotangents, found.map.batched, found.map.flows
     for node in reversed(tape.order):
         if node in batched:

@@ -21,6 +21,7 @@ from .invoke import is_opaque
 from .layout import Labels, Layout
 from .notes import Notes, Question
 from .plan import Plan
+from .reentrant import is_reentrant
 from .roots import Roots
 from .saved import metadata
 from .site import Sites
@@ -66,10 +67,11 @@ def outline(
     """
     if any(isinstance(layout, Labels) for layout in [*roots.layouts, *known.values()]):
         return None  # which are data of this call
+    regions, places = roots.regions, roots.places
     whose = {id(p): i for i, p in enumerate(params)}
-    numbers = {node: i for i, node in enumerate(dict.fromkeys(node for node, _ in roots.slots))}
+    numbers = {node: i for i, node in enumerate(dict.fromkeys(node for (node, _), _ in places))}
     nodes, leaves = list(numbers), dict[Node, Tensor]()
-    key: list[Hashable] = [roots.batch, *roots.layouts, *[(numbers[node], nr) for node, nr in roots.slots]]
+    key: list[Hashable] = [roots.batch, *[(numbers[node], nr, layout) for (node, nr), layout in places]]
     for node in nodes:  # which grows
         kind = type(node)
         form = _FORMS.get(kind) or _form(node, kind)
@@ -81,11 +83,14 @@ def outline(
             key += (whose.get(id(variable)), variable.shape, variable.dtype, variable.device)
             continue
         for child, nr in node.next_functions:
+            number = numbers.get(child)  # type: ignore[arg-type]
+            if number is None and (is_reentrant(child) or child in regions.entries):
+                child, nr = regions.resolve(child, nr)
+                number = numbers.get(child)  # type: ignore[arg-type]
             if child is None:
                 key.append(None)
                 form = _OP
                 continue
-            number = numbers.get(child)
             if number is None:
                 number = numbers[child] = len(nodes)
                 nodes.append(child)

@@ -144,8 +144,8 @@ def passed_from(node: BackwardCFunction, k: int) -> int:
 
 
 def has(node: Node, name: str) -> bool:
-    """Was something saved under this name?"""
-    return hasattr(node, f"_saved_{name}")
+    """Is something saved under this name by nodes of this kind? The node is not asked: a checkpoint would recompute."""
+    return hasattr(type(node), f"_saved_{name}")
 
 
 def tensor(node: Node, name: str) -> Tensor | None:
@@ -304,6 +304,15 @@ def read_ahead(node: Node) -> dict[str, Tensor]:
     with unpacked_often(node):
         read = {name: getattr(node, f"_saved_{name}", None) for name in _holders(node)}
     return {name: _dense(value.detach()) for name, value in read.items() if isinstance(value, Tensor)}
+
+
+def read_last(node: Node) -> dict[str, Tensor]:
+    """The same for a node that the engine will not come to: they are let go, unless some are lists to be read apart."""
+    found = read_ahead(node)
+    if len(found) != len(_holders(node)):
+        return {}
+    let_go(node)
+    return found
 
 
 SEES_CHECKPOINTS = hasattr(torch._C._autograd.SavedTensor, "data")  # from torch 2.10 on

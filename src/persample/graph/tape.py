@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -117,14 +117,18 @@ def is_leaf(node: Node) -> bool:
 leaf_of: Callable[[Node], Tensor] = attrgetter("variable")  # the tensor that a leaf node stands for
 
 
-def walk(roots: Iterable[Node], params: Iterable[Tensor]) -> Tape:
+Below = Callable[[Node], Sequence[tuple[Node | None, int]]]  # where a node's edges lead to
+edges_of: Below = attrgetter("next_functions")
+
+
+def walk(roots: Iterable[Node], params: Iterable[Tensor], edges_below: Below = edges_of) -> Tape:
     """Read the graph below ``roots`` once, without recursion."""
     wanted = {id(p) for p in params}
     needed: dict[Node, bool] = {}
     leaves: dict[Node, Tensor] = {}
     others: list[Node] = []
     after: list[Node] = []  # children before parents
-    children: dict[Node, tuple[tuple[Node | None, int], ...]] = {}
+    children: dict[Node, Sequence[tuple[Node | None, int]]] = {}
     stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
     while stack:
         node, expanded = stack.pop()
@@ -135,11 +139,11 @@ def walk(roots: Iterable[Node], params: Iterable[Tensor]) -> Tape:
             continue
         if node in children:
             continue
-        below = children[node] = node.next_functions
+        below = children[node] = edges_below(node)
         if is_torchs(node, "CheckpointFunction"):
             raise UnsupportedError(
-                "the graph holds a reentrant checkpoint (torch.utils.checkpoint with use_reentrant=True), which hides "
-                "the ops inside it: use checkpoint(..., use_reentrant=False)"
+                "the graph holds a reentrant checkpoint (use_reentrant=True) at a place where the ops inside it cannot "
+                "be seen: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
         if not below and is_leaf(node):
             variable = leaf_of(node)
@@ -160,13 +164,13 @@ def walk(roots: Iterable[Node], params: Iterable[Tensor]) -> Tape:
     return Tape(after, edges, leaves, others, fed)
 
 
-def leading_to(roots: Iterable[Node], goals: Collection[Node]) -> set[Node]:
+def leading_to(roots: Iterable[Node], goals: Iterable[Node | None], below: Below = edges_of) -> set[Node]:
     """All nodes from which one of ``goals`` is reached."""
     above: dict[Node, list[Node]] = {root: [] for root in roots}
     stack = list(above)
     while stack:
         node = stack.pop()
-        for child, _ in node.next_functions:
+        for child, _ in below(node):
             if child is not None:
                 if child not in above:
                     above[child] = []
