@@ -6,7 +6,7 @@ import torch
 
 from persample._releases import OLDEST, TESTED, release
 
-__all__ = ["NEWEST", "OLDEST", "VERSION"]
+__all__ = ["NEWEST", "OLDEST", "TESTED", "VERSION"]
 
 NEWEST = TESTED[-1]
 VERSION = release(torch.__version__) or NEWEST
