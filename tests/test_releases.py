@@ -109,6 +109,7 @@ def test_releases_are_in_order_and_named_everywhere() -> None:
     assert release(pinned[1]) in TESTED
     for page in ("README.md", "docs/quickstart.md"):
         assert f"torch {WRITTEN} or later" in (ROOT / page).read_text(), page
+    assert "(tested up to {}.{})".format(*TESTED[-1]) in " ".join((ROOT / "README.md").read_text().split())
 
 
 def test_this_release_is_one_that_was_tested() -> None:
