@@ -28,7 +28,7 @@ LAYERS = [
     "cli",
 ]  # each may import itself and those before it
 APART = {"graph": "reductions", "expanded": "reductions"}  # but neither way in knows what is asked of it
-EVERYWHERE = {"_errors", "_version"}  # plain names that anybody may use
+EVERYWHERE = {"_errors", "_releases", "_version"}  # plain names that anybody may use
 TOP_MODULES = {"api", "call", "explain", "monitor", "reduce", "shortcuts", "testing", "params", "rerun", "_table"}
 
 # Names without promises, by what they are used for; one file for each subject may know them.

@@ -1,7 +1,6 @@
 """Reading what autograd nodes saved: the one module that touches private attributes of PyTorch.
 
-Holds for torch 2.9 to 2.13 (checkpoints can be seen from 2.10 on); ``tests/graph/test_saved.py`` checks the names and
-behaviours used here.
+Holds for torch 2.10 to 2.15; ``tests/graph/test_saved.py`` checks the names and behaviours used here.
 
 Non-reentrant checkpointing lets every saved tensor be unpacked once per backward, and recomputes a region once per
 backward that unpacks anything of it. A read during the backward would use up the node's own turn; `unpacked_often`
@@ -21,6 +20,7 @@ import torch._functorch.config
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
+from torch.utils.checkpoint import _Holder
 
 from .notes import ask, by_data, note
 
@@ -315,7 +315,12 @@ def read_last(node: Node) -> dict[str, Tensor]:
     return found
 
 
-SEES_CHECKPOINTS = hasattr(torch._C._autograd.SavedTensor, "data")  # from torch 2.10 on
+if not (hasattr(torch._C._autograd.SavedTensor, "data") and hasattr(_Holder(), "handles")):
+    # Where a region begins would go unnoticed, and it would be read as if there were none.
+    raise ImportError(
+        f"torch {torch.__version__} does not show which saved tensors a checkpoint holds back, as 2.10 to 2.15 do: "
+        f"install one of these"
+    )
 
 
 def is_recomputed(node: Node) -> bool:

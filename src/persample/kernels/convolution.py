@@ -36,6 +36,7 @@ from persample.kernels.conv_select import (
     is_measuring,
     keeps_stack,
     measure,
+    use_costs,
     use_kernel,
 )
 from persample.kernels.library import convolution, weight_gradient
@@ -51,6 +52,7 @@ __all__ = [
     "explain_choice",
     "keeps_stack",
     "key_of",
+    "use_costs",
     "use_kernel",
     "weight_per_sample",
     "weight_summed",
