@@ -95,16 +95,19 @@ def _call(node: Node, cotangents: Cotangents, edges: Sequence[Slot | None]) -> O
     with torch.no_grad():
         if is_custom(node):
             return _call_python(node, cotangents, len(edges))
-        result = node(*[None if g is None else _at_the_start(plain(g)) for g in cotangents])  # type: ignore[operator]
+        result = node(*[None if g is None else _at_the_start(g) for g in cotangents])  # type: ignore[operator]
     return [result] if isinstance(result, Tensor) or result is None else list(result)
 
 
 def _at_the_start(g: Tensor) -> Tensor:
-    """A plain cotangent in memory that begins with it.
+    """A cotangent as plain numbers, in memory that begins with them.
 
     Some backwards refuse odd strides, or get them wrong (batch norm, pooling in three dims); that of as_strided_scatter
     reads from the start of the memory.
     """
+    if g.layout != torch.strided:
+        return g
+    g = plain(g)
     return g.clone() if g.storage_offset() else g
 
 
