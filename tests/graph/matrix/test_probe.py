@@ -21,7 +21,7 @@ def check(name: str, step: int) -> None:
 
 @pytest.mark.parametrize("name", sorted(harvest()))
 def test_the_probe_is_right(name: str) -> None:
-    check(name, 12)
+    check(name, 20)
 
 
 @pytest.mark.slow
