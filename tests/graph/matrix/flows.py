@@ -11,6 +11,7 @@ from persample.graph.flows import FLOWS
 from persample.graph.flows.registry import whole
 from persample.graph.flows.shapes import SECTIONS
 from persample.graph.layout import Layout
+from persample.graph.names import POINTWISE
 from persample.graph.probe import probe_node
 from persample.graph.site import Fate, Flow, Site
 from tests.forms import numbers
@@ -30,9 +31,9 @@ def combinations(site: Site, every: bool) -> Iterator[Combination]:
 
 
 def planned(name: str, every: bool = False) -> Iterator[tuple[Site, Combination]]:
-    """All that is asked of one flow."""
+    """All that is asked of one flow; of elementwise ops, which have one flow for all, half of it at a time."""
     for site, _ in harvest()[name]:
-        asked = list(combinations(site, every))
+        asked = list(combinations(site, every))[:: 1 if every or name not in POINTWISE else 2]
         yield from ((site, combination) for combination in asked)
         for one in narrowed(site):
             yield from ((one, combination) for combination in asked[:: 1 if every else 4])
