@@ -126,7 +126,8 @@ def planned(
     If they are to be ``independent``, all between data and losses is looked at, whatever parameters it leads to.
     """
     tensors = list(params.values())
-    terms = (check.terms if check else None, independent)
+    terms: Hashable = check.terms if check else None
+    terms = ("independent", terms) if independent else terms
     seen = outline(roots, tensors, plain, check.known if check else {}, terms)
     known = None if seen is None else recall(seen)
     if known is not None:

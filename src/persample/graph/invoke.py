@@ -99,7 +99,7 @@ def _call(node: Node, cotangents: Cotangents, edges: Sequence[Slot | None]) -> O
         if is_custom(node):
             return _call_python(node, cotangents, len(edges))
         try:
-            result = node(*[None if g is None else _at_the_start(plain(g)) for g in cotangents])  # type: ignore[operator]
+            result = node(*[None if g is None else _at_the_start(g) for g in cotangents])  # type: ignore[operator]
         except CheckpointError as error:
             if type(node).__name__ != "CopySlices":  # which hides the op that changed a view, and what that has saved
                 raise
@@ -111,11 +111,14 @@ def _call(node: Node, cotangents: Cotangents, edges: Sequence[Slot | None]) -> O
 
 
 def _at_the_start(g: Tensor) -> Tensor:
-    """A plain cotangent in memory that begins with it.
+    """A cotangent as plain numbers, in memory that begins with them.
 
     Some backwards refuse odd strides, or get them wrong (batch norm, pooling in three dims); that of as_strided_scatter
     reads from the start of the memory.
     """
+    if g.layout != torch.strided:
+        return g
+    g = plain(g)
     return g.clone() if g.storage_offset() else g
 
 

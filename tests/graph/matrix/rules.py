@@ -58,13 +58,15 @@ def combinations(site: Site, every: bool) -> Iterator[Combination]:
 
 def planned(name: str, every: bool = False) -> Iterator[tuple[Site, Combination]]:
     """All that is asked of one rule; of elementwise ops, which have one rule for all, some of it at a time."""
-    step = 1 if every or name not in POINTWISE else 2 if name in OWN_WAYS else 3
+    step = 1 if every or name not in POINTWISE else 3 if name in OWN_WAYS else 5
     for i, (site, _) in enumerate(harvest()[name]):
         for j, combination in enumerate(combinations(site, every)):
             if (i + j) % step == 0:
                 yield site, combination
         for one in narrowed(site):
-            yield from ((one, combination) for combination in list(combinations(one, every))[:: 1 if every else 5])
+            yield from (
+                (one, combination) for combination in list(combinations(one, every))[:: 1 if every else 5 * step]
+            )
 
 
 def _dtype(site: Site, nr: int) -> torch.dtype:

@@ -12,12 +12,12 @@ from persample.graph.layout import Block, Shape
 from persample.graph.site import Flow, Site
 from tests.graph.matrix import flows
 from tests.graph.matrix.flows import wrong_flows
-from tests.graph.matrix.nodes import UNMADE, harvest
+from tests.graph.matrix.nodes import harvest
 from tests.graph.matrix.places import places
 from tests.graph.matrix.variants import varied
 from tests.graph.sites import wanted
 
-NAMES = sorted(set(FLOWS) - UNMADE)
+NAMES = sorted(set(FLOWS) & set(harvest()))
 SEVERAL = {"PreluKernelBackward"}  # cotangents, for which nothing is remembered
 
 
@@ -56,7 +56,7 @@ class Blind:
         raise AssertionError(f"the flow of {self.name} reads {name}")
 
 
-@pytest.mark.parametrize("name", sorted(_BY_SHAPE - UNMADE))
+@pytest.mark.parametrize("name", sorted(_BY_SHAPE & set(harvest())))
 def test_what_is_remembered_depends_on_nothing_else(name: str) -> None:
     """`assign` remembers these flows by name, shape, layout and the target's shape."""
     remembered: dict[object, object] = {}

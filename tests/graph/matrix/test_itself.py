@@ -146,7 +146,7 @@ def test_a_rule_that_never_answers_is_found(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_matrix_that_shrinks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     few = {name: sites[:1] for name, sites in nodes.harvest().items()}
-    for module in (test_tables, test_tables.rules, test_tables.flows):
+    for module in (test_tables, test_tables.rules, test_tables.flows, test_tables.variants):
         monkeypatch.setattr(module, "harvest", lambda: few)
     with pytest.raises(AssertionError, match="rules"):
         test_tables.test_the_matrix_is_as_large_as_it_was()

@@ -21,13 +21,10 @@ def along_dim(site: Site, k: int, layouts: Layouts) -> Fate:
     layout, shape, target = only(layouts), site.shapes[0], site.target(k)
     if not shape or len(shape) != len(target):
         return Flow.PROBE
-    if k == 1 and site.name in _SCATTERS and tuple(site.tensor("index").shape) != target:  # PyTorch repeats or refuses
-        return Flow.PROBE
+    if k == 1 and site.name == "ScatterReduce" and tuple(site.tensor("index").shape) != target:
+        return Flow.PROBE  # of a source larger than its index, PyTorch repeats gradients
     (dim,) = site.dims("dim", len(shape))
     return keep(layout, shape, target, [None if d == dim else d for d in range(len(shape))])
-
-
-_SCATTERS = frozenset({"Scatter", "ScatterAdd", "ScatterReduce"})
 
 
 @flow("FftR2C FftC2R FftC2C")
