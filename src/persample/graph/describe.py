@@ -10,14 +10,14 @@ from torch.autograd.graph import Node
 
 from .._errors import UnsupportedError
 from .capture import Capture
-from .entry import check_reached
+from .entry import check_reached, whole_graph
 from .interaction import interactions
 from .layout import Block, Layout, Shape, sample_dims, split
 from .library import op_of
 from .plan import plan
 from .roots import Roots
 from .saved import is_custom
-from .tape import is_leaf, op_name, walk
+from .tape import is_leaf, op_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def describe(losses: Tensor, params: Mapping[str, Tensor]) -> tuple[list[Handlin
         ], []
     try:
         roots = Roots.of_losses(losses)
-        check_reached(walk([node for node, _ in roots.slots], params.values()), params)
+        check_reached(roots.walk(params.values()), params)
         found = plan(roots, list(params.values())) if len(losses) > 1 else None
     except UnsupportedError as error:
         return [Handling(name, "", "", "", f"refused: {error}") for name in params], []
@@ -88,4 +88,4 @@ def describe(losses: Tensor, params: Mapping[str, Tensor]) -> tuple[list[Handlin
     for name, listed in rows.items():
         if not listed:
             listed.append(Handling(name, "", "", "", "zeros: the losses do not reach it"))
-    return [row for listed in rows.values() for row in listed], interactions(found.tape, found.map)
+    return [row for listed in rows.values() for row in listed], interactions(*whole_graph(roots, found))

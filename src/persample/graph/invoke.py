@@ -8,7 +8,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
+from torch.utils.checkpoint import CheckpointError
 
+from .._errors import UnsupportedError
+from ..kernels.library import plain
 from .layout import Shape
 from .library import unspent
 from .saved import (
@@ -95,8 +98,25 @@ def _call(node: Node, cotangents: Cotangents, edges: Sequence[Slot | None]) -> O
     with torch.no_grad():
         if is_custom(node):
             return _call_python(node, cotangents, len(edges))
-        result = node(*cotangents)  # type: ignore[operator]
+        try:
+            result = node(*[None if g is None else _at_the_start(plain(g)) for g in cotangents])  # type: ignore[operator]
+        except CheckpointError as error:
+            if type(node).__name__ != "CopySlices":  # which hides the op that changed a view, and what that has saved
+                raise
+            raise UnsupportedError(
+                "a checkpointed function changes a view of weights in place (nn.ReLU(inplace=True) after a reshape), "
+                "which can be run backwards once only: use the op that returns a new tensor, or no checkpoint"
+            ) from error
     return [result] if isinstance(result, Tensor) or result is None else list(result)
+
+
+def _at_the_start(g: Tensor) -> Tensor:
+    """A plain cotangent in memory that begins with it.
+
+    Some backwards refuse odd strides, or get them wrong (batch norm, pooling in three dims); that of as_strided_scatter
+    reads from the start of the memory.
+    """
+    return g.clone() if g.storage_offset() else g
 
 
 def _call_python(node: Any, cotangents: Cotangents, count: int) -> Outputs:

@@ -36,6 +36,8 @@ def _transpose(site: Site, factor: Factor, target: Shape) -> Factor | None:
 @lift("Transpose")
 def _swap(site: Site, factor: Factor, target: Shape) -> Factor | None:
     n = len(target)
+    if not n:
+        return factor
     dims = list(range(n))
     a, b = site.number("dim0") % n, site.number("dim1") % n
     dims[a], dims[b] = b, a
@@ -94,7 +96,9 @@ def _flip(site: Site, factor: Factor, target: Shape) -> Factor | None:
 
 @lift("Roll")
 def _roll(site: Site, factor: Factor, target: Shape) -> Factor | None:
-    dims = tuple(saved % len(target) for saved in site.numbers("dims")) if target else ()
+    if not target:
+        return factor
+    dims = tuple(saved % len(target) for saved in site.numbers("dims"))
     return View(factor, target, Roll(tuple(-n for n in site.numbers("shifts")), dims))
 
 
@@ -106,6 +110,8 @@ def _complex(site: Site, factor: Factor, target: Shape) -> Factor | None:
 @lift("Embedding IndexSelect")
 def _table(site: Site, factor: Factor, target: Shape) -> Factor | None:
     """A table read once for all samples: positions, relative distances."""
+    if not target:
+        return None
     if site.name == "IndexSelect":
         ids, padding = site.tensor("index"), -1
         plain = site.number("dim") % len(target) == 0

@@ -15,12 +15,14 @@ from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import Node
+from torch.nn import Parameter
 
 from .assign import Map
 from .invoke import is_opaque
 from .layout import Labels, Layout
 from .notes import Notes, Question
 from .plan import Plan
+from .reentrant import is_reentrant
 from .roots import Roots
 from .saved import metadata
 from .site import Sites
@@ -66,10 +68,11 @@ def outline(
     """
     if any(isinstance(layout, Labels) for layout in [*roots.layouts, *known.values()]):
         return None  # which are data of this call
+    regions, places = roots.regions, roots.places
     whose = {id(p): i for i, p in enumerate(params)}
-    numbers = {node: i for i, node in enumerate(dict.fromkeys(node for node, _ in roots.slots))}
+    numbers = {node: i for i, node in enumerate(dict.fromkeys(node for (node, _), _ in places))}
     nodes, leaves = list(numbers), dict[Node, Tensor]()
-    key: list[Hashable] = [roots.batch, *roots.layouts, *[(numbers[node], nr) for node, nr in roots.slots]]
+    key: list[Hashable] = [roots.batch, *[(numbers[node], nr, layout) for (node, nr), layout in places]]
     for node in nodes:  # which grows
         kind = type(node)
         form = _FORMS.get(kind) or _form(node, kind)
@@ -79,13 +82,17 @@ def outline(
         if form is _LEAF:
             variable = leaves[node] = leaf_of(node)
             key += (whose.get(id(variable)), variable.shape, variable.dtype, variable.device)
+            key.append(isinstance(variable, Parameter))  # other leaves may be data
             continue
         for child, nr in node.next_functions:
+            number = numbers.get(child)  # type: ignore[arg-type]
+            if number is None and (is_reentrant(child) or child in regions.entries):
+                child, nr = regions.resolve(child, nr)
+                number = numbers.get(child)  # type: ignore[arg-type]
             if child is None:
                 key.append(None)
                 form = _OP
                 continue
-            number = numbers.get(child)
             if number is None:
                 number = numbers[child] = len(nodes)
                 nodes.append(child)
@@ -187,6 +194,7 @@ def _renamed(plan: Plan, names: Any) -> Plan:
         {names[node]: outputs for node, outputs in plan.frontier.items()},
         [names[node] for node in plan.hooked],
         [(names[node], nr) for node, nr in plan.requested],
+        [(names[node], k, (names[to], nr)) for node, k, (to, nr) in plan.sources],
         {
             (names[node], k): (tuple([names[view] for view in views]), names[leaf])
             for (node, k), (views, leaf) in plan.direct.items()

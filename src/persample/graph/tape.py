@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -28,6 +28,7 @@ class Tape:
     others: list[Node] = field(default_factory=list)  # AccumulateGrad nodes that nobody asked for
     fed: set[Node] = field(default_factory=set)  # nodes with an operand that leads to no parameter: data, or a number
     data: Collection[Node] = ()  # leaves among them that are no weights
+    doubtful: Collection[Node] = ()  # leaves that may be weights, or data that carry a gradient
     weights: dict[Node, bool] = field(default_factory=dict)  # whether all below a node is computed from weights alone
     _shapes: dict[Node, tuple[Shape, ...]] = field(default_factory=dict)
 
@@ -54,6 +55,16 @@ class Tape:
                     seen.add(slot[0])
                     stack.append(slot[0])
         return False
+
+    def below(self, node: Node) -> set[Node]:
+        """This node and all below it."""
+        stack, seen = [node], {node}
+        while stack:
+            for slot in self.edges[stack.pop()]:
+                if slot is not None and slot[0] not in seen:
+                    seen.add(slot[0])
+                    stack.append(slot[0])
+        return seen
 
 
 def _shapes_of(node: Node) -> tuple[Shape, ...]:
@@ -106,14 +117,18 @@ def is_leaf(node: Node) -> bool:
 leaf_of: Callable[[Node], Tensor] = attrgetter("variable")  # the tensor that a leaf node stands for
 
 
-def walk(roots: Iterable[Node], params: Iterable[Tensor]) -> Tape:
+Below = Callable[[Node], Sequence[tuple[Node | None, int]]]  # where a node's edges lead to
+edges_of: Below = attrgetter("next_functions")
+
+
+def walk(roots: Iterable[Node], params: Iterable[Tensor], edges_below: Below = edges_of) -> Tape:
     """Read the graph below ``roots`` once, without recursion."""
     wanted = {id(p) for p in params}
     needed: dict[Node, bool] = {}
     leaves: dict[Node, Tensor] = {}
     others: list[Node] = []
     after: list[Node] = []  # children before parents
-    children: dict[Node, tuple[tuple[Node | None, int], ...]] = {}
+    children: dict[Node, Sequence[tuple[Node | None, int]]] = {}
     stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
     while stack:
         node, expanded = stack.pop()
@@ -124,11 +139,11 @@ def walk(roots: Iterable[Node], params: Iterable[Tensor]) -> Tape:
             continue
         if node in children:
             continue
-        below = children[node] = node.next_functions
+        below = children[node] = edges_below(node)
         if is_torchs(node, "CheckpointFunction"):
             raise UnsupportedError(
-                "the graph holds a reentrant checkpoint (torch.utils.checkpoint with use_reentrant=True), which hides "
-                "the ops inside it: use checkpoint(..., use_reentrant=False)"
+                "the graph holds a reentrant checkpoint (use_reentrant=True) at a place where the ops inside it cannot "
+                "be seen: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
         if not below and is_leaf(node):
             variable = leaf_of(node)
@@ -149,13 +164,13 @@ def walk(roots: Iterable[Node], params: Iterable[Tensor]) -> Tape:
     return Tape(after, edges, leaves, others, fed)
 
 
-def leading_to(roots: Iterable[Node], goals: Collection[Node]) -> set[Node]:
+def leading_to(roots: Iterable[Node], goals: Iterable[Node | None], below: Below = edges_of) -> set[Node]:
     """All nodes from which one of ``goals`` is reached."""
     above: dict[Node, list[Node]] = {root: [] for root in roots}
     stack = list(above)
     while stack:
         node = stack.pop()
-        for child, _ in node.next_functions:
+        for child, _ in below(node):
             if child is not None:
                 if child not in above:
                     above[child] = []

@@ -21,8 +21,13 @@ def along_dim(site: Site, k: int, layouts: Layouts) -> Fate:
     layout, shape, target = only(layouts), site.shapes[0], site.target(k)
     if not shape or len(shape) != len(target):
         return Flow.PROBE
+    if k == 1 and site.name in _SCATTERS and tuple(site.tensor("index").shape) != target:  # PyTorch repeats or refuses
+        return Flow.PROBE
     (dim,) = site.dims("dim", len(shape))
     return keep(layout, shape, target, [None if d == dim else d for d in range(len(shape))])
+
+
+_SCATTERS = frozenset({"Scatter", "ScatterAdd", "ScatterReduce"})
 
 
 @flow("FftR2C FftC2R FftC2C")
@@ -33,16 +38,40 @@ def fourier(site: Site, k: int, layouts: Layouts) -> Fate:
     return keep(only(layouts), shape, site.target(k), [None if d in mixed else d for d in range(len(shape))])
 
 
-@flow(
-    "Convolution MkldnnConvolution CudnnConvolution ConvolutionOverrideable SlowConvDilated2D SlowConvDilated3D"
-    " NativeGroupNorm"
+CONVOLUTIONS = (
+    "Convolution MkldnnConvolution CudnnConvolution ConvolutionOverrideable SlowConvDilated2D SlowConvDilated3D".split()
 )
+
+
+@flow(" ".join([*CONVOLUTIONS, "NativeGroupNorm"]))
 def convolution(site: Site, k: int, layouts: Layouts) -> Fate:
     """Images are dim 0; weight and bias, or scale and shift, are shared by all of them."""
     layout, shape = only(layouts), site.shapes[0]
     if k == 0:
         return keep(layout, shape, site.target(0), leading(shape, 1))
     return Flow.SHARED if sample_dims(layout, shape) == (0,) else Flow.PROBE
+
+
+# Ops that compute with data and weights, and whose results have data in common along some dims.
+WINDOWS = frozenset([*CONVOLUTIONS, "NativeGroupNorm", "NativeLayerNorm", "FusedRmsNorm", "MkldnnRnnLayer"])
+
+
+def mixed_dims(site: Site) -> tuple[Shape, Shape]:
+    """The cotangent's shape, with channels split by group, and those of its dims."""
+    shape = site.shapes[0]
+    if site.name in CONVOLUTIONS:
+        kernel, groups = site.target_or_saved(1, "weight")[2:], site.number("groups") if site.has("groups") else 1
+        sliding = [d + 3 for d, size in enumerate(kernel) if size > 1]
+        return _by_group(shape, groups), (2, *sliding)
+    if site.name == "NativeGroupNorm":
+        return _by_group(shape, site.number("group")), tuple(range(2, len(shape) + 1))
+    if site.name == "MkldnnRnnLayer":
+        return shape, tuple(d for d in range(len(shape)) if d != len(shape) - 2)
+    return shape, tuple(range(len(shape) - len(site.numbers("normalized_shape")), len(shape)))
+
+
+def _by_group(shape: Shape, groups: int) -> Shape:
+    return (shape[0], groups, shape[1] // max(groups, 1), *shape[2:])
 
 
 @flow("NativeLayerNorm FusedRmsNorm")
