@@ -9,9 +9,10 @@ from torch import nn
 from persample.graph.flows import FLOWS
 from persample.graph.flows.registry import flow, only
 from persample.graph.layout import Block
+from persample.graph.registry import Undecided
 from persample.graph.rules import RULES
 from persample.graph.rules.registry import rule
-from persample.graph.site import Site
+from persample.graph.site import Flow, Site
 from persample.graph.tape import walk
 
 
@@ -29,10 +30,17 @@ def test_a_second_flow_rule_for_an_op_is_refused() -> None:
     assert before == FLOWS
 
 
-@pytest.mark.parametrize("layouts", [[], [None], [Block(2, 1), Block(2, 1)]])
-def test_a_rule_for_one_cotangent_wants_one(layouts: list[Block | None]) -> None:
-    with pytest.raises(LookupError, match="expected one cotangent"):
+@pytest.mark.parametrize("layouts", [[], [None], [None, Block(2, 1)], [Block(2, 1), Block(2, 1)]])
+def test_a_flow_for_one_cotangent_leaves_the_rest_to_data(layouts: list[Block | None]) -> None:
+    """The first one, and no other: users never see that the flow did not know."""
+    with pytest.raises(Undecided):
         only(layouts)
+    flow("Unheard")(lambda site, k, layouts: only(layouts))
+    try:
+        assert FLOWS["Unheard"](None, 0, layouts) is Flow.PROBE  # type: ignore[arg-type]
+        assert FLOWS["Unheard"](None, 0, [Block(2, 1), None]) == Block(2, 1)  # type: ignore[arg-type]
+    finally:
+        del FLOWS["Unheard"]
 
 
 def test_a_rule_is_told_what_was_not_saved() -> None:

@@ -117,7 +117,7 @@ def test_the_search_sees_private_names() -> None:
 KERNELS = ROOT / "kernels" / "library.py"  # which gives them no strides or signs that autograd would not
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if p not in (KERNELS, KEEPER)], ids=name_of)
+@pytest.mark.parametrize("path", [p for p in FILES if p not in {KERNELS, *KEEPERS}], ids=name_of)
 def test_kernels_of_torch_are_called_from_one_file(path: Path) -> None:
     assert "torch.ops" not in path.read_text(), f"{name_of(path)}: call it in kernels/library.py"
 

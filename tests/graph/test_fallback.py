@@ -149,7 +149,7 @@ class Mul(torch.autograd.Function):
 
 def test_custom_functions_are_called_one_by_one_whatever_their_name() -> None:
     output = Mul.apply(w(3), w(3))
-    site = site_of(output, "Mul")
+    site = site_of(output, "custom Mul")
     stacks = [torch.randn(B, 3, dtype=torch.float64)]
     found = push_stacked(site, stacks, B, wanted(site))
     assert wanted(site) == [0, 1]

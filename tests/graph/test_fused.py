@@ -161,7 +161,7 @@ def test_samples_in_any_place(place: str, chunk: int, tokens: tuple[Tensor, Tens
     sample = torch.tensor([0, 2, 1, 1, 0, 3, 3, 3, 3, 1, 0, 0])  # ragged
 
     def losses(**more: Any) -> Tensor:
-        rows = model.loss(model.hidden(ids).flatten(0, 1)[order], y.flatten()[order], reduction="none", **more)
+        rows = model.loss(model.hidden(ids.flatten())[order], y.flatten()[order], reduction="none", **more)
         return torch.zeros(B, dtype=rows.dtype).index_add(0, sample[order], rows)
 
     check(losses(options=options(chunk)), definition(losses(), model), model)
@@ -232,6 +232,19 @@ def test_one_loss_for_all_samples(tokens: tuple[Tensor, Tensor]) -> None:
 
     want = definition(losses(), model)
     assert_same(ps.grad(losses(options=options(2)), model), want)
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["of data", "of a layer"])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_one_loss_for_all_samples_is_an_interaction(reduction: str, trained: bool) -> None:
+    """The op that reduces saves no data by which one could tell."""
+    model, x, y = Model(), torch.randn(B, T, D, dtype=torch.float64), torch.arange(B * T) % V
+    h = (model.body(x) if trained else x).flatten(0, 1)
+    together = model.loss(h, y, reduction=reduction, options=options(2)).sum()
+    losses = model.body(x).square().sum((1, 2)) + together
+    params = {name: p for name, p in model.named_parameters() if "table" not in name}
+    with pytest.raises(ps.InteractionError, match="samples interact in"):
+        ps.norms(losses, params, independent=True)
 
 
 def test_beside_a_function_that_has_to_be_asked(tokens: tuple[Tensor, Tensor]) -> None:

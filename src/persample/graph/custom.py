@@ -73,8 +73,8 @@ def teach(function: Taken, flow: FlowRule | None = None) -> Callable[[Rule], Rul
     ...     return Dense(use.lanes(1).sum(use.g * x)) if use.k == 1 and use.lanes(1) else None
 
     Args:
-        function: the ``autograd.Function``; or what ``torch.library.custom_op`` returned, ``torch.ops.mylib.myop``, one
-            of its overloads, or its qualified name (``"mylib::myop"``).
+        function: the ``autograd.Function``; or what ``torch.library.custom_op`` returned, an ``OpOverloadPacket``, an
+            ``OpOverload``, or the op's qualified name (``"mylib::myop"``).
         flow: where samples lie in the gradient of input k, given where they lie in the cotangents; by default this is
             found out by running the backward.
 

@@ -15,6 +15,7 @@ from .flows.fibres import BATCH_NORMS, WINDOWS, mixed_dims, normalises_batch
 from .flows.products import LETTERS
 from .invoke import is_opaque
 from .layout import Labels, Layout, labels, sample_dims
+from .library import PRECOMPUTED, op_of
 from .names import READS, WEIGHT_VIEWS
 from .readers import misread
 from .rows import Alignment, goes_by_sample, memory_of_rows
@@ -63,6 +64,8 @@ def _meets(tape: Tape, map: Map, node: Node, partly: bool) -> bool:
     mixed = partly or any(map.cotangents.get((node, nr)) is Flow.MIXED for nr in range(len(tape.shapes(node))))
     if is_leaf(node):
         return mixed and (node in tape.data or node in tape.doubtful)
+    if saved.is_custom(node) and op_of(node) == PRECOMPUTED:  # rows of data, added up where nobody sees it
+        return True
     data = {*tape.data, *tape.doubtful}
     return mixed and tape.reaches(node, lambda n: n in tape.fed or n in data or op_name(n) in READS)
 

@@ -32,7 +32,7 @@ def only(layouts: Layouts) -> Layout:
     Ops with several results have several cotangents as soon as somebody uses the others, as double backwards do with
     the mean and the deviation of a norm.
     """
-    first = layouts[0]
+    first = layouts[0] if layouts else None
     if first is None or any(layout is not None for layout in layouts[1:]):
         raise Undecided
     return first
