@@ -7,6 +7,7 @@ through detached values, or through gates that are zero today.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -98,11 +99,18 @@ def _partly_separable(tape: Tape, map: Map) -> set[Node]:
 
 def _holds_batch_data(tape: Tape, node: Node, batch: int) -> bool:
     """Does a batched node compute with a constant of B rows? It cannot be told from data of the batch."""
-    return computes_with_data(tape, node) and bool(ask(node, partial(_has_rows, batch=batch)))
+    if not computes_with_data(tape, node):
+        return False
+    if saved.in_checkpoint(node):
+        return _any_rows(saved.recomputed_constants(node, tape.order), batch)
+    return bool(ask(node, partial(_has_rows, batch=batch)))
 
 
 def _has_rows(node: Node, batch: int) -> bool:
-    constants = () if saved.in_checkpoint(node) else saved.constants(node)
+    return _any_rows(saved.constants(node), batch)
+
+
+def _any_rows(constants: Iterable[Tensor], batch: int) -> bool:
     return any(t.ndim > 1 and len(t) == batch and _is_data(t) for t in constants)
 
 

@@ -10,7 +10,7 @@ lifts that limit, so that reading costs no recomputation beyond the engine's own
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from operator import attrgetter
@@ -198,6 +198,19 @@ def _in_checkpoint(node: Node) -> bool:
             elif hasattr(packed, "handles"):
                 return True
     return False
+
+
+def recomputed_constants(node: Node, others: Iterable[Node]) -> list[Tensor]:
+    """The same for a checkpointed node: what is recomputed with it for ``others`` is let go at once."""
+    found: list[Tensor] = []
+
+    def read() -> None:
+        found.extend(constants(node))
+        for other in others:
+            let_go(other)
+
+    in_own_task(read)
+    return found
 
 
 class _Task(torch.autograd.Function):
