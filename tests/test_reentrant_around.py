@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import persample as ps
 from persample import dp
+from persample.testing import check
 from tests.reference import assert_same, definition
 
 reentrant = partial(checkpoint, use_reentrant=True)
@@ -266,6 +267,26 @@ def test_backward_fills_the_gradients() -> None:
     want = wanted(model, x)
     ps.backward(square(model(x)), model, ps.ClippedSum(1e6))
     assert_same({n: p.grad[None] for n, p in model.named_parameters()}, {k: v.sum(0)[None] for k, v in want.items()})  # type: ignore[index]
+
+
+def test_backward_of_an_empty_batch_is_zeros() -> None:
+    model, x = made(0)
+    ps.backward(square(model(x)), model, ps.ClippedSum(1.0))
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+def test_the_check_knows_how_to_ask_pytorch() -> None:
+    """There is no `torch.autograd.grad` of such graphs: by `loss.backward()`, and gradients stay as they were."""
+    model, x = made()
+    x.requires_grad_()
+    grads = [torch.randn_like(p) for p in model.parameters()]
+    for p, g in zip(model.parameters(), grads, strict=True):
+        p.grad = g
+    report = check(lambda: square(model(x)), model)
+    assert report.ok
+    assert min(row.magnitude for row in report.rows) > 0
+    assert all(p.grad is g for p, g in zip(model.parameters(), grads, strict=True))
+    assert x.grad is None
 
 
 def test_monitored() -> None:
