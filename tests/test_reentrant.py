@@ -261,7 +261,8 @@ def closure_over_a_weight(net: Net, h: Tensor, run: Run) -> Tensor:
 
 FAST = [
     one, one_linear, several_and_between, around_and_inside, branches, called_twice, tied, several_tensors,
-    tensors_in_a_list, an_output_unused, the_same_output_twice, an_input_unused, an_input_given_twice, identity, detached_inside,
+    tensors_in_a_list, an_output_unused, the_same_output_twice, an_input_unused, an_input_given_twice, identity,
+    detached_inside,
     parameters_as_inputs, weights_from_a_region, merged_weight, many_kinds, other_places, reordered, loop_over_samples,
     in_place, nested, nested_three_deep, nested_at_once, dropout, nested_dropout, sequential, tensor_hooks,
     closure, closure_also_outside, closures_in_a_chain, closures_inside, closure_over_a_weight,
