@@ -234,6 +234,15 @@ def closure_also_outside(net: Net, h: Tensor, run: Run) -> Tensor:
     return y * scale
 
 
+def closures_over_one_another(net: Net, h: Tensor, run: Run) -> Tensor:
+    """What is taken from around leads to other things that are, and every one is hooked."""
+    first = net.linear[2](h).tanh()
+    second = net.linear[3](first).tanh()
+    for t in (h, first, second):
+        t.register_hook(lambda g: g.sin())
+    return run(lambda a: net.linear[0](a * first) * second + h + first, second) * second
+
+
 def closures_in_a_chain(net: Net, h: Tensor, run: Run) -> Tensor:
     """What one region takes from around, another gave, which took from around in its turn."""
     first = net.linear[2](h).tanh()
@@ -265,7 +274,8 @@ FAST = [
     detached_inside,
     parameters_as_inputs, weights_from_a_region, merged_weight, many_kinds, other_places, reordered, loop_over_samples,
     in_place, nested, nested_three_deep, nested_at_once, dropout, nested_dropout, sequential, tensor_hooks,
-    closure, closure_also_outside, closures_in_a_chain, closures_inside, closure_over_a_weight,
+    closure, closure_also_outside, closures_over_one_another, closures_in_a_chain, closures_inside,
+    closure_over_a_weight,
 ]  # fmt: skip
 
 
