@@ -243,6 +243,12 @@ def closures_over_one_another(net: Net, h: Tensor, run: Run) -> Tensor:
     return run(lambda a: net.linear[0](a * first) * second + h + first, second) * second
 
 
+def closures_alone(net: Net, h: Tensor, run: Run) -> Tensor:
+    """Of what it is given, nothing is used: all goes on through what it takes from around."""
+    scale = net.linear[2](h).tanh()
+    return run(lambda a: run(lambda b: net.linear[1](net.linear[0](scale) * 2), a), h) * scale
+
+
 def closures_in_a_chain(net: Net, h: Tensor, run: Run) -> Tensor:
     """What one region takes from around, another gave, which took from around in its turn."""
     first = net.linear[2](h).tanh()
@@ -274,7 +280,7 @@ FAST = [
     detached_inside,
     parameters_as_inputs, weights_from_a_region, merged_weight, many_kinds, other_places, reordered, loop_over_samples,
     in_place, nested, nested_three_deep, nested_at_once, dropout, nested_dropout, sequential, tensor_hooks,
-    closure, closure_also_outside, closures_over_one_another, closures_in_a_chain, closures_inside,
+    closure, closure_also_outside, closures_alone, closures_over_one_another, closures_in_a_chain, closures_inside,
     closure_over_a_weight,
 ]  # fmt: skip
 

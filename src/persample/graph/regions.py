@@ -141,7 +141,7 @@ class _Run:
         starts = [*starts, *[start for start in self.starts if self.regions.owner(start[0][0]) is region]]
         roots = [node for (node, _), _ in starts]
         inputs = [] if region is None else self._inputs(region)
-        slots = [*self._slots(region), *[entry for entry in inputs if entry is not None]]
+        slots = [*self._slots(region), *[entry for entry in inputs if entry is not None], *self._ways_out(region)]
         checkpoints = [node for node in _reached(roots) if is_reentrant(node)]
         live = [node for node in checkpoints if self._is_needed(node) and self.regions.owner(node) is region]
         passed = leading_to(roots, {node for node, _ in slots} | set(live))
@@ -194,6 +194,11 @@ class _Run:
         if region is None:
             return [slot for slot in self.slots if self.regions.owner(slot[0]) is None]
         return [slot for slot in self.slots if slot[0] in region.own or slot[0] in region.leaves]
+
+    def _ways_out(self, region: Region | None) -> list[Slot]:
+        """Tensors outside that a region was not given: it is run as far as these, as somebody may wait on the way."""
+        outside = () if region is None or self.only is not None else region.outside
+        return [slot for slot in outside if self.regions.resolve(*slot)[0] in self.needed]
 
     def _borders(self, region: Region | None) -> set[Node]:
         """Nodes outside that a region leads to, which are not to run with it: their turn is in the outer graph."""
