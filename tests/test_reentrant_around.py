@@ -365,6 +365,16 @@ def test_tensors_of_another_region_are_refused() -> None:
         ps.grad(square(reentrant(keep, h)), model)
 
 
+def test_a_function_that_returns_what_it_was_not_given_is_refused() -> None:
+    """The tensor's history is then the checkpoint's, also for the function itself when it is run again."""
+    model, x = made()
+    h = model.first(x)
+    other = model.blocks[0](h)
+    losses = square(reentrant(lambda a: (model.blocks[1](a), other), h)[1] * other)
+    with pytest.raises(ps.UnsupportedError, match=r"returned a tensor that it was not given.*return a clone"):
+        ps.grad(losses, model)
+
+
 def test_a_function_that_does_something_else_is_refused() -> None:
     model, x = made()
     width = [4]

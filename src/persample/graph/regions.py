@@ -73,6 +73,13 @@ class Regions:
         around = {id(one) for one in self._around(region.node)}
         for node, _ in region.outside:
             owner = self.owner(node)
+            if owner is self.owner(region.node) and born(node) >= born(
+                region.node
+            ):  # it was made a checkpoint's result
+                raise UnsupportedError(
+                    "the function of a reentrant checkpoint returned a tensor that it was not given, and PyTorch takes "
+                    "it for its result everywhere from then on: pass it as an argument, or return a clone"
+                )
             if owner is not None and id(owner) not in around:
                 raise UnsupportedError(
                     f"the function of a reentrant checkpoint uses a result of {type(node).__name__} that another one "
