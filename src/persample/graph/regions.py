@@ -73,9 +73,7 @@ class Regions:
         around = {id(one) for one in self._around(region.node)}
         for node, _ in region.outside:
             owner = self.owner(node)
-            if owner is self.owner(region.node) and born(node) >= born(
-                region.node
-            ):  # it was made a checkpoint's result
+            if owner is self.owner(region.node) and born(node) >= born(region.node):
                 raise UnsupportedError(
                     "the function of a reentrant checkpoint returned a tensor that it was not given, and PyTorch takes "
                     "it for its result everywhere from then on: pass it as an argument, or return a clone"
