@@ -192,6 +192,24 @@ def test_one_sample_costs_what_a_backward_costs() -> None:
     assert recomputations(counters, lambda: ps.grad(losses, net)) == [1, 1]
 
 
+@pytest.mark.parametrize("kind", [True, False])
+def test_data_that_meet_inside_are_seen(kind: bool) -> None:
+    """A mean over the batch of data that have no gradients: the only trace is what the layer has saved."""
+    net, _, _ = prepare(one, 3)
+    x = torch.randn(3, 3).double()
+    losses = _checkpoint(lambda h: h + net.linear[1](x).mean(0), net.linear[0](x), use_reentrant=kind).square().sum(1)
+    with pytest.raises(ps.InteractionError, match="Mean"):
+        ps.grad(losses, net, independent=True)
+
+
+@pytest.mark.parametrize("make", FAST, ids=lambda make: make.__name__)
+def test_samples_that_do_not_meet_are_not_said_to(make: Callable[[Layers], Regions]) -> None:
+    for B in (3, 5):
+        net, _, forward = prepare(make, B)
+        want = definition(forward(), net)
+        assert_same(ps.grad(forward(), net, independent=True), want)
+
+
 @slow_paths_allowed
 @pytest.mark.parametrize("kind", [True, False])
 def test_a_weight_whose_view_is_changed_in_place_is_refused(kind: bool) -> None:

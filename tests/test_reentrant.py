@@ -92,6 +92,11 @@ def several_tensors(net: Net, h: Tensor, run: Run) -> Tensor:
     return a * b + same
 
 
+def tensors_in_a_list(net: Net, h: Tensor, run: Run) -> Tensor:
+    """PyTorch keeps a list as it is, with the graph of its tensors."""
+    return run(lambda given, a: net.linear[0](given[0] * a) + given[1], [net.linear[1](h), h], h)
+
+
 def an_output_unused(net: Net, h: Tensor, run: Run) -> Tensor:
     return run(lambda a: (net.linear[0](a), net.linear[1](a), net.linear[2](a)), h)[1]
 
@@ -229,6 +234,21 @@ def closure_also_outside(net: Net, h: Tensor, run: Run) -> Tensor:
     return y * scale
 
 
+def closures_over_one_another(net: Net, h: Tensor, run: Run) -> Tensor:
+    """What is taken from around leads to other things that are, and every one is hooked."""
+    first = net.linear[2](h).tanh()
+    second = net.linear[3](first).tanh()
+    for t in (h, first, second):
+        t.register_hook(lambda g: g.sin())
+    return run(lambda a: net.linear[0](a * first) * second + h + first, second) * second
+
+
+def closures_alone(net: Net, h: Tensor, run: Run) -> Tensor:
+    """Of what it is given, nothing is used: all goes on through what it takes from around."""
+    scale = net.linear[2](h).tanh()
+    return run(lambda a: run(lambda b: net.linear[1](net.linear[0](scale) * 2), a), h) * scale
+
+
 def closures_in_a_chain(net: Net, h: Tensor, run: Run) -> Tensor:
     """What one region takes from around, another gave, which took from around in its turn."""
     first = net.linear[2](h).tanh()
@@ -256,10 +276,12 @@ def closure_over_a_weight(net: Net, h: Tensor, run: Run) -> Tensor:
 
 FAST = [
     one, one_linear, several_and_between, around_and_inside, branches, called_twice, tied, several_tensors,
-    an_output_unused, the_same_output_twice, an_input_unused, an_input_given_twice, identity, detached_inside,
+    tensors_in_a_list, an_output_unused, the_same_output_twice, an_input_unused, an_input_given_twice, identity,
+    detached_inside,
     parameters_as_inputs, weights_from_a_region, merged_weight, many_kinds, other_places, reordered, loop_over_samples,
     in_place, nested, nested_three_deep, nested_at_once, dropout, nested_dropout, sequential, tensor_hooks,
-    closure, closure_also_outside, closures_in_a_chain, closures_inside, closure_over_a_weight,
+    closure, closure_also_outside, closures_alone, closures_over_one_another, closures_in_a_chain, closures_inside,
+    closure_over_a_weight,
 ]  # fmt: skip
 
 

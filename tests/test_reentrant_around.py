@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import persample as ps
 from persample import dp
+from persample.testing import check
 from tests.reference import assert_same, definition
 
 reentrant = partial(checkpoint, use_reentrant=True)
@@ -268,6 +269,26 @@ def test_backward_fills_the_gradients() -> None:
     assert_same({n: p.grad[None] for n, p in model.named_parameters()}, {k: v.sum(0)[None] for k, v in want.items()})  # type: ignore[index]
 
 
+def test_backward_of_an_empty_batch_is_zeros() -> None:
+    model, x = made(0)
+    ps.backward(square(model(x)), model, ps.ClippedSum(1.0))
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+def test_the_check_knows_how_to_ask_pytorch() -> None:
+    """There is no `torch.autograd.grad` of such graphs: by `loss.backward()`, and gradients stay as they were."""
+    model, x = made()
+    x.requires_grad_()
+    grads = [torch.randn_like(p) for p in model.parameters()]
+    for p, g in zip(model.parameters(), grads, strict=True):
+        p.grad = g
+    report = check(lambda: square(model(x)), model)
+    assert report.ok
+    assert min(row.magnitude for row in report.rows) > 0
+    assert all(p.grad is g for p, g in zip(model.parameters(), grads, strict=True))
+    assert x.grad is None
+
+
 def test_monitored() -> None:
     model, x = made()
     monitor = ps.Monitor(model)
@@ -342,6 +363,16 @@ def test_tensors_of_another_region_are_refused() -> None:
         ps.UnsupportedError, match="another one computed, without being given it: pass it as an argument"
     ):
         ps.grad(square(reentrant(keep, h)), model)
+
+
+def test_a_function_that_returns_what_it_was_not_given_is_refused() -> None:
+    """The tensor's history is then the checkpoint's, also for the function itself when it is run again."""
+    model, x = made()
+    h = model.first(x)
+    other = model.blocks[0](h)
+    losses = square(reentrant(lambda a: (model.blocks[1](a), other), h)[1] * other)
+    with pytest.raises(ps.UnsupportedError, match=r"returned a tensor that it was not given.*return a clone"):
+        ps.grad(losses, model)
 
 
 def test_a_function_that_does_something_else_is_refused() -> None:

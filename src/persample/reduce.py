@@ -13,6 +13,7 @@ from .api import boundary, check_losses
 from .distributed import Leaves, Ranks, accumulate, undisturbed
 from .factors import Workspace
 from .graph.entry import capture_into
+from .graph.roots import Roots, slot_of
 from .graph.saved import late_hooks
 from .kernels.pages import POOL
 from .params import Params, named, pack
@@ -159,9 +160,9 @@ def _zeros(losses: Tensor, params: Mapping[str, Tensor], retain_graph: bool) -> 
     """The gradients of an empty batch, for the parameters that it reaches."""
     if not params:
         return {}
-    with torch.enable_grad():
-        total = losses.sum()
-    found = torch.autograd.grad(total, list(params.values()), retain_graph=retain_graph, allow_unused=True)
+    roots = Roots.of_losses(losses)
+    roots.walk(params.values())  # which opens what the graph hides
+    found = roots.backward([slot_of(p) for p in params.values()], retain_graph=retain_graph)
     return {name: g for name, g in zip(params, found, strict=True) if g is not None}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,8 @@ from torch import Tensor
 from ._errors import PerformanceWarning
 from ._table import render
 from .api import check_losses, grad
+from .graph.roots import Roots
+from .graph.tape import leaf_of
 from .params import Params, named
 
 __all__ = ["Report", "Row", "check", "definition"]
@@ -76,12 +78,43 @@ def definition(losses: Tensor, params: Params) -> dict[str, Tensor]:
     check_losses(losses)
     tensors = named(params)
     stacks = {name: torch.zeros((len(losses), *p.shape), dtype=p.dtype, device=p.device) for name, p in tensors.items()}
+    leaves = _leaves(losses) if hides_ops(losses) else None
     for i, loss in enumerate(losses.unbind() if tensors else ()):
-        rows = torch.autograd.grad(loss, list(tensors.values()), retain_graph=True, allow_unused=True)
+        rows: Sequence[Tensor | None]
+        if leaves is None:
+            rows = torch.autograd.grad(loss, list(tensors.values()), retain_graph=True, allow_unused=True)
+        else:
+            rows = by_backward(loss, list(tensors.values()), leaves, retain_graph=True)
         for stack, row in zip(stacks.values(), rows, strict=True):
             if row is not None:
                 stack[i] = row.to_dense() if row.layout != torch.strided else row
     return stacks
+
+
+def hides_ops(losses: Tensor) -> bool:
+    """Does the graph hold reentrant checkpoints, of which ``torch.autograd.grad`` knows nothing?"""
+    roots = Roots.of_losses(losses)
+    return bool(losses.grad_fn is not None and roots.walk(()) and roots.regions.opened)
+
+
+def _leaves(losses: Tensor) -> list[Tensor]:
+    return [leaf_of(node) for node in Roots.of_losses(losses).walk(()).others]
+
+
+def by_backward(
+    loss: Tensor, tensors: Sequence[Tensor], leaves: Sequence[Tensor], *, retain_graph: bool
+) -> tuple[Tensor | None, ...]:
+    """The gradients of ``tensors`` by ``loss.backward()``; those of ``leaves`` are as before afterwards."""
+    before = [leaf.grad for leaf in leaves]
+    try:
+        for leaf in leaves:
+            leaf.grad = None
+        loss.backward(retain_graph=retain_graph)
+        reached = {id(leaf) for leaf in leaves}
+        return tuple([t.grad if id(t) in reached else None for t in tensors])
+    finally:
+        for leaf, grad in zip(leaves, before, strict=True):
+            leaf.grad = grad
 
 
 def check(

@@ -136,6 +136,16 @@ def test_what_the_graph_hides_is_unknown() -> None:
     assert found.coverage() == {"fallback": 2}
 
 
+def test_reentrant_checkpoints_are_compared() -> None:
+    class Reentrant(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(super().forward, x.requires_grad_(), use_reentrant=True)  # type: ignore[no-any-return]
+
+    found = report(Reentrant(3, 2), repeats=1)
+    assert (found.works, found.exact, found.exit_code) == (True, True, 0)
+    assert found.coverage() == {"rule": 2}
+
+
 def test_a_refusal_is_told() -> None:
     class Forgetful(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

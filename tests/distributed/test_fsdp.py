@@ -271,17 +271,17 @@ def test_training_goes_on_after_an_error(two: Processes) -> None:
     two.run(after_an_error)
 
 
-def recomputed(rank: int, world: int) -> None:
+def recomputed(rank: int, world: int, reentrant: bool) -> None:
     """Checkpointed blocks are run again during the backward, by FSDP's own hooks."""
 
     class Checkpointed(Net):
         def forward(self, ids: Tensor) -> Tensor:
             x = self.words(ids)
             for block in self.blocks:
-                x = checkpoint(block, x, use_reentrant=False)
+                x = checkpoint(block, x, use_reentrant=reentrant)
             return self.head(x.mean(1))
 
-    plain, sharded = make(Checkpointed), summing(shard(make(Checkpointed)))
+    plain, sharded = make(Net), summing(shard(make(Checkpointed)))
     rows = rows_of_all(plain, SIZES[:world])
     found = losses(sharded, batch(rank, SIZES[rank]))
     close(ps.norms(found, sharded, retain_graph=True), flat(own(rows, rank)).norm(dim=1))
@@ -289,8 +289,9 @@ def recomputed(rank: int, world: int) -> None:
     all_close(full_grads(sharded), {name: r.sum(0) for name, r in rows.items()})
 
 
-def test_checkpointed_blocks(two: Processes) -> None:
-    two.run(recomputed)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_blocks(two: Processes, reentrant: bool) -> None:
+    two.run(recomputed, reentrant)
 
 
 def mixed_precision(rank: int, world: int) -> None:

@@ -22,7 +22,7 @@ from .invoke import is_opaque
 from .layout import Labels, Layout
 from .notes import Notes, Question
 from .plan import Plan
-from .reentrant import is_reentrant
+from .reentrant import REENTRANT
 from .roots import Roots
 from .saved import metadata
 from .site import Sites
@@ -69,6 +69,7 @@ def outline(
     if any(isinstance(layout, Labels) for layout in [*roots.layouts, *known.values()]):
         return None  # which are data of this call
     regions, places = roots.regions, roots.places
+    entries = regions.entries
     whose = {id(p): i for i, p in enumerate(params)}
     numbers = {node: i for i, node in enumerate(dict.fromkeys(node for (node, _), _ in places))}
     nodes, leaves = list(numbers), dict[Node, Tensor]()
@@ -85,17 +86,17 @@ def outline(
             key.append(isinstance(variable, Parameter))  # other leaves may be data
             continue
         for child, nr in node.next_functions:
-            number = numbers.get(child)  # type: ignore[arg-type]
-            if number is None and (is_reentrant(child) or child in regions.entries):
-                child, nr = regions.resolve(child, nr)
-                number = numbers.get(child)  # type: ignore[arg-type]
-            if child is None:
-                key.append(None)
-                form = _OP
-                continue
+            number = None if child is None else numbers.get(child)
             if number is None:
-                number = numbers[child] = len(nodes)
-                nodes.append(child)
+                if type(child) is REENTRANT or child in entries:
+                    child, nr = regions.resolve(child, nr)
+                if child is None:
+                    key.append(None)
+                    form = _OP
+                    continue
+                number = numbers.setdefault(child, len(nodes))
+                if number == len(nodes):
+                    nodes.append(child)
             key += (number, nr)
         if form is _OP:
             try:

@@ -27,12 +27,12 @@ from .saved import born, in_checkpoint, in_own_task, let_go, metadata
 Slot = tuple[Node, int]
 Outputs = Sequence[Tensor | None]
 
-_KIND: type = CheckpointFunction._backward_cls
+REENTRANT: type = CheckpointFunction._backward_cls
 
 
 def is_reentrant(node: Node | None) -> bool:
     """Does this node stand for a region of reentrant checkpointing?"""
-    return type(node) is _KIND
+    return type(node) is REENTRANT
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ class Regions:
         if region is None:
             self.outer = self.outer or set(_reached(self.roots))
             outer = self.owner(node)
-            region = open_region(node, self.outer if outer is None else outer.own)
+            region = open_region(node, self.outer if outer is None else self.outer | outer.own)
             self.opened[node] = region
             for entry, (child, nr) in zip(region.inputs, node.next_functions, strict=True):
                 if entry is not None:
@@ -73,6 +73,11 @@ class Regions:
         around = {id(one) for one in self._around(region.node)}
         for node, _ in region.outside:
             owner = self.owner(node)
+            if owner is self.owner(region.node) and born(node) >= born(region.node):
+                raise UnsupportedError(
+                    "the function of a reentrant checkpoint returned a tensor that it was not given, and PyTorch takes "
+                    "it for its result everywhere from then on: pass it as an argument, or return a clone"
+                )
             if owner is not None and id(owner) not in around:
                 raise UnsupportedError(
                     f"the function of a reentrant checkpoint uses a result of {type(node).__name__} that another one "
@@ -141,7 +146,7 @@ class _Run:
         starts = [*starts, *[start for start in self.starts if self.regions.owner(start[0][0]) is region]]
         roots = [node for (node, _), _ in starts]
         inputs = [] if region is None else self._inputs(region)
-        slots = [*self._slots(region), *[entry for entry in inputs if entry is not None]]
+        slots = [*self._slots(region), *[entry for entry in inputs if entry is not None], *self._ways_out(region)]
         checkpoints = [node for node in _reached(roots) if is_reentrant(node)]
         live = [node for node in checkpoints if self._is_needed(node) and self.regions.owner(node) is region]
         passed = leading_to(roots, {node for node, _ in slots} | set(live))
@@ -166,7 +171,7 @@ class _Run:
         """A region in the place of its checkpoint's node."""
         region = self.regions.opened.get(node)
         nothing: Outputs = [None] * len(node.next_functions)
-        if region is None or not self._is_needed(node) or (self.only and node in {n for n, _ in self.slots}):
+        if region is None or not self._is_needed(node) or (self.only is not None and node in dict(self.slots)):
             return nothing
         given = [(s, g) for s, g in zip(region.outputs, grads, strict=True) if s is not None and g is not None]
         return self.piece(region, given) if given else nothing
@@ -188,16 +193,21 @@ class _Run:
     def _slots(self, region: Region | None) -> list[Slot]:
         """What is asked for in this piece; the gradients of leaves are summed over pieces."""
         if self.only is not None:
-            # A node that is asked for its cotangent and goes no further would call the hooks on its tensor before.
+            # A node that is asked for its cotangent and leads to nothing more would call the hooks on its tensor first.
             below = [(child, nr) for node, _ in self.slots for child, nr in node.next_functions if child is not None]
-            return [*self.slots, *below] if region is self.only else []
+            return list(dict.fromkeys([*self.slots, *below])) if region is self.only else []
         if region is None:
             return [slot for slot in self.slots if self.regions.owner(slot[0]) is None]
         return [slot for slot in self.slots if slot[0] in region.own or slot[0] in region.leaves]
 
+    def _ways_out(self, region: Region | None) -> list[Slot]:
+        """Tensors outside that a region was not given: it is run as far as these, as somebody may wait on the way."""
+        outside = () if region is None or self.only is not None else region.outside
+        return [slot for slot in outside if self.regions.resolve(*slot)[0] in self.needed]
+
     def _borders(self, region: Region | None) -> set[Node]:
         """Nodes outside that a region leads to, which are not to run with it: their turn is in the outer graph."""
-        return set() if region is None or self.only is not None else {node for node, _ in region.outside}
+        return set() if region is None else {node for node, _ in region.outside}
 
     def _add(self, slot: Slot, g: Tensor | None) -> None:
         if g is not None:
