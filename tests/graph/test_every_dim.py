@@ -15,6 +15,7 @@ from persample.graph.plan import plan
 from persample.graph.roots import Roots
 from tests.graph.claims import refuted_cotangents, refuted_flows
 from tests.graph.cubes import CUBE, EVERY, GENERATOR, N, data, on_no_rows
+from tests.graph.names import NODES
 from tests.graph.versions import HEADLESS, VERSION
 from tests.reference import assert_same, definition
 
@@ -22,6 +23,8 @@ from tests.reference import assert_same, definition
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.filterwarnings("ignore::persample.PerformanceWarning")
 def test_samples_in_every_dim_of_the_result(name: str) -> None:
+    if name == "aminmax" and "Aminmax" not in NODES:
+        pytest.skip("this torch has no derivative of aminmax")
     GENERATOR.manual_seed(1)
     leaves = [data(N, N, N), data(N, 1), data(N, 1, 1)]
     params = [p.requires_grad_() for p in leaves]
