@@ -128,8 +128,18 @@ def after_the_last_call(rank: int, world: int, wraps: str) -> None:
         one.set_manual_backward_finalization(False)
 
 
-@pytest.mark.parametrize("reshard", [True, False, None])
-@pytest.mark.parametrize("wraps", WRAPS)
+@pytest.mark.parametrize(
+    ("wraps", "reshard"),
+    [
+        ("blocks", None),
+        ("blocks", True),
+        ("whole", False),
+        *[
+            pytest.param(*pair, marks=pytest.mark.slow)
+            for pair in (("blocks", False), ("whole", True), ("whole", None))
+        ],
+    ],
+)
 def test_every_verb(several: Processes, wraps: str, reshard: bool | None) -> None:
     several.run(every_verb, wraps, reshard)
 

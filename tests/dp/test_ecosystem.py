@@ -99,8 +99,15 @@ def warmup_and_cosine(step: int, length: int) -> float:
     return 0.5 + math.cos(math.pi * (step - warmup) / (length - warmup)) / 2
 
 
-@pytest.mark.parametrize("make_plan", [plan, sparse_plan])
-@pytest.mark.parametrize("physical", [None, 3])
+@pytest.mark.parametrize(
+    ("physical", "make_plan"),
+    [
+        (None, plan),
+        (3, sparse_plan),
+        pytest.param(None, sparse_plan, marks=pytest.mark.slow),
+        pytest.param(3, plan, marks=pytest.mark.slow),
+    ],
+)
 def test_the_trainer_is_a_loop_of_private_steps(make_plan: Any, physical: int | None, tmp_path: Path) -> None:
     """Parameters after the Trainer are those after a plain loop with its schedule, empty batches included."""
     example, planned = script("private_transformer"), make_plan()

@@ -15,12 +15,16 @@ from persample.graph.plan import plan
 from persample.graph.roots import Roots
 from tests.graph.claims import refuted_cotangents, refuted_flows
 from tests.graph.cubes import CUBE, EVERY, GENERATOR, N, data, on_no_rows
+from tests.graph.names import NODES
+from tests.graph.versions import HEADLESS, VERSION
 from tests.reference import assert_same, definition
 
 
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.filterwarnings("ignore::persample.PerformanceWarning")
 def test_samples_in_every_dim_of_the_result(name: str) -> None:
+    if name == "aminmax" and "Aminmax" not in NODES:
+        pytest.skip("this torch has no derivative of aminmax")
     GENERATOR.manual_seed(1)
     leaves = [data(N, N, N), data(N, 1), data(N, 1, 1)]
     params = [p.requires_grad_() for p in leaves]
@@ -38,8 +42,13 @@ def test_samples_in_every_dim_of_the_result(name: str) -> None:
         assert_same(ps.grad(losses, params, retain_graph=True), want)
 
 
+NO_HEADS = ("attention four", "attention masked", "attention grouped")  # where there are no rows
+
+
 def without_rows(name: str) -> tuple[Tensor, list[Tensor]] | None:
     """An expert without tokens: the op is run on no rows at all. None where PyTorch cannot, or makes rows of none."""
+    if VERSION < HEADLESS and name in NO_HEADS:
+        return None
     GENERATOR.manual_seed(1)
     params = [p.requires_grad_() for p in (data(N, N, N), data(N, 1))]
     return on_no_rows((params[0] * params[1]).tanh(), EVERY[name], params)

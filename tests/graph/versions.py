@@ -6,7 +6,8 @@ import torch
 
 from persample._releases import OLDEST, TESTED, release
 
-__all__ = ["NEWEST", "OLDEST", "TESTED", "VERSION"]
+__all__ = ["HEADLESS", "NEWEST", "OLDEST", "TESTED", "VERSION"]
 
 NEWEST = TESTED[-1]
 VERSION = release(torch.__version__) or NEWEST
+HEADLESS = (2, 13)  # from here on, attention without heads does not end the process; 2.11 and 2.12 were not looked at

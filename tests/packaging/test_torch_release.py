@@ -36,6 +36,7 @@ def test_other_packages_are_pinned_and_not_what_torch_decides_on() -> None:
         ("newest", INDEX, ["2.15.0+cpu", "2.13.0+cpu"], "2.15.0+cpu", r"Testing 2\.15\.0\+cpu, a CPU build; pinned is"),
         ("2.10.0", INDEX, [], "2.10.0", r"Testing torch 2\.10\.0"),
         ("2.14.1", INDEX, ["2.14.1+cpu"], "2.14.1+cpu", r"Testing 2\.14\.1\+cpu"),
+        ("2.13.0", [*INDEX, "2.13.0+cpu"], [], "2.13.0+cpu", r"Testing 2\.13\.0\+cpu, a CPU build"),
         ("2.13.0", INDEX, [], "2.13.0", r"Testing torch 2\.13\.0.* pinned is 2\.13\.0"),
         ("2.10.0", [], [], "2.10.0", r"Testing torch 2\.10\.0"),
         ("2.77.0", INDEX, [], None, r"There is no torch 2\.77\.0 among 2\.15\.0, .* nothing was tested"),
@@ -44,6 +45,7 @@ def test_other_packages_are_pinned_and_not_what_torch_decides_on() -> None:
 def test_what_is_tested(wanted: str, on_index: list[str], cpu: list[str], install: str | None, said: str) -> None:
     found = decide(wanted, "2.13.0", on_index, cpu)
     assert found.install == install
+    assert bool(found.index) == (install in cpu)
     assert re.search(said, found.said)
     assert found.fine == ("the pinned one" in found.said)
 

@@ -64,6 +64,7 @@ class Decision(NamedTuple):
     install: str | None
     said: str
     fine: bool = False
+    index: tuple[str, ...] = ()  # options of pip, where it is only to be found by them
 
 
 def decide(wanted: str, pin: str, on_index: Sequence[str], cpu: Sequence[str]) -> Decision:
@@ -76,15 +77,16 @@ def decide(wanted: str, pin: str, on_index: Sequence[str], cpu: Sequence[str]) -
         if wanted == pin:
             said = f"The newest torch is {wanted}, the pinned one: `make test` tests it, no more was run."
             return Decision(None, said, True)
-    build = next((one for one in cpu if public(one) == public(wanted)), None)
+    build = next((one for one in found if one == f"{public(wanted)}+cpu"), None)
     if build is not None:
-        return Decision(build, f"Testing {build}, a CPU build; pinned is {pin}.")
+        index = () if build in on_index else ("--extra-index-url", CPU_BUILDS)
+        return Decision(build, f"Testing {build}, a CPU build; pinned is {pin}.", index=index)
     if public(wanted) in map(public, found) or not found:  # without an answer, pip may still know where to look
         return Decision(wanted, f"Testing torch {wanted}, of which no CPU build was found; pinned is {pin}.")
     return Decision(None, f"There is no torch {wanted} among {', '.join(on_index[:8])}, ...: nothing was tested.")
 
 
-def prepared(folder: Path, torch: str) -> Path:
+def prepared(folder: Path, torch: str, index: Sequence[str]) -> Path:
     """The Python of an environment with this torch, made unless it is there."""
     python = folder / ("Scripts" if sys.platform == "win32" else "bin") / "python"
     stamp, needs = folder / ".installed", [ROOT / "pyproject.toml", ROOT / "constraints.txt"]
@@ -92,7 +94,6 @@ def prepared(folder: Path, torch: str) -> Path:
         return python
     venv.create(folder, with_pip=True)
     (folder / "constraints.txt").write_text(constraints())
-    index = ["--extra-index-url", CPU_BUILDS] if "+cpu" in torch else []
     what = ["-c", folder / "constraints.txt", f"torch=={torch}", "-e", f"{ROOT}[test]"]
     subprocess.run([python, "-m", "pip", "install", "-q", *index, *what], check=True)
     stamp.touch()
@@ -126,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(choice.said, flush=True)
     if choice.install is None:
         return 0 if choice.fine else 1
-    python = prepared(ROOT / f".venv-torch-{public(choice.install)}", choice.install)
+    python = prepared(ROOT / f".venv-torch-{public(choice.install)}", choice.install, choice.index)
     code = "import platform, torch; print(f'torch {torch.__version__} on Python {platform.python_version()}')"
     used = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     report = ROOT / "build" / f"test-torch-{public(choice.install)}.xml"
