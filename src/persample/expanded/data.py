@@ -256,7 +256,7 @@ def _judged(replay: Replay, place: Place, choices: Callable[[Shape], Sequence[La
         if _is_by_coincidence(replay, place, choices):
             return Verdict()
         interact = depends_on_several(pattern, replay.batch)
-        op = _culprit(replay, place, kind, ints, None if interact else choices)
+        op = _culprit(replay, place, kind, ints, choices)
         return Verdict(None if interact else decoded(pattern, replay.batch), op, interact)
     return Verdict()
 
@@ -272,22 +272,18 @@ def _is_by_coincidence(replay: Replay, place: Place, choices: Callable[[Shape], 
     return True
 
 
-def _culprit(
-    replay: Replay, place: Place, kind: str, ints: bool, choices: Callable[[Shape], Sequence[Layout]] | None
-) -> str:
-    """Of the functions that lead to a result, the first that does not keep samples in ``choices``, or not apart."""
+def _culprit(replay: Replay, place: Place, kind: str, ints: bool, choices: Callable[[Shape], Sequence[Layout]]) -> str:
+    """Of the functions that lead to a result, the first in which samples meet, or else the first that moves them."""
 
-    def is_wrong(pattern: Tensor) -> bool:
-        if choices is None:
-            return depends_on_several(pattern, replay.batch)
-        return bool(pattern.any()) and not fitting(pattern, choices(tuple(pattern.shape)), replay.batch)
+    def is_moved(pattern: Tensor) -> bool:
+        several = len(pattern[pattern != 0].unique()) > 1
+        return several and not fitting(pattern, choices(tuple(pattern.shape)), replay.batch)
 
-    for i in replay.needed(place):
-        places = [(i, k) for k in range(len(replay.steps[i].numbers))]
-        try:
-            patterns = replay.patterns(places, kind, ints)
-        except Unfit:
-            break
-        if any(map(is_wrong, patterns.values())):
-            return name_of(replay.steps[i].func)
-    return name_of(replay.steps[place[0]].func)
+    steps = [(i, k) for i in replay.needed(place) for k in range(len(replay.steps[i].numbers))]
+    try:
+        patterns = [(i, replay.patterns([(i, k)], kind, ints)[i, k]) for i, k in steps]
+    except Unfit:
+        patterns = []
+    meet = [i for i, pattern in patterns if i != place[0] and depends_on_several(pattern, replay.batch)]
+    moved = [i for i, pattern in patterns if is_moved(pattern)]
+    return name_of(replay.steps[[*meet, *moved, place[0]][0]].func)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..graph.layout import NOBODY, Layout, Shape, labels, simplify
+from ..graph.layout import NOBODY, Layout, labels, simplify
 from .trees import leaves, tree_map
 
 Place = tuple[int, int]  # a step, and which of its outputs
