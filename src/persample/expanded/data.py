@@ -103,12 +103,13 @@ class Followed(TorchFunctionMode):
     def _of_data(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         given = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         before = [_version(t) for t in given]
+        active = any(self._is_active(t) for t in given)
         result = func(*args, **kwargs)
         changes = tuple(i for i, t in enumerate(given) if _version(t) != before[i])
         returned = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
         outputs = returned + [given[i] for i in changes]
         if outputs and all(self._can_be_replaced(t) for t in given):
-            self._note(func, args, kwargs, given, outputs, changes)
+            self._note(func, args, kwargs, given, outputs, changes, active)
         else:
             for t in outputs:  # what it was is gone
                 self._numbers.pop(id(t), None)
@@ -122,6 +123,7 @@ class Followed(TorchFunctionMode):
         given: Sequence[Tensor],
         outputs: Sequence[Tensor],
         changes: tuple[int, ...],
+        active: bool,
     ) -> None:
         changed = {id(given[i]) for i in changes}
         args, kwargs = tree_map(lambda leaf: self._replaced(leaf, id(leaf) in changed), (args, kwargs))
@@ -134,10 +136,9 @@ class Followed(TorchFunctionMode):
             self._numbers.get(id(t), 0) < len(self._sources) for t in given
         )
         for k, t in enumerate(outputs):
-            weights = t.requires_grad and any(
-                isinstance(g, ExpandedWeight) or (id(g) not in self._numbers and g.requires_grad) for g in given
-            )
-            if weights and t.grad_fn is not None:
+            if id(t) not in changed and any(t is g for g in given):  # itself
+                numbers.append(None)
+            elif active and t.requires_grad and t.grad_fn is not None:
                 numbers.append(None)
                 place = (len(self._steps), k)
                 self._meetings.append(_Meeting(slot_of(t), tuple(t.shape), place, raw and not changes))
@@ -167,6 +168,10 @@ class Followed(TorchFunctionMode):
     def is_weight(self, t: Tensor) -> bool:
         """Is it a weight, or computed from weights alone?"""
         return isinstance(t, ExpandedWeight) or id(t) in self._weights
+
+    def _is_active(self, t: Tensor) -> bool:
+        """Is it a weight, or computed from weights and whatever else?"""
+        return isinstance(t, ExpandedWeight) or (t.requires_grad and id(t) not in self._numbers)
 
     def _is_shared(self, t: Tensor) -> bool:
         """Is it a weight, of the module, a small constant, or computed from such alone?"""
@@ -273,7 +278,7 @@ def _is_by_coincidence(replay: Replay, place: Place, choices: Callable[[Shape], 
 
 
 def _culprit(replay: Replay, place: Place, kind: str, ints: bool, choices: Callable[[Shape], Sequence[Layout]]) -> str:
-    """Of the functions that lead to a result, the first in which samples meet, or else the first that moves them."""
+    """Of the functions that lead to a result, the first in which samples meet, and the first that moves them."""
 
     def is_moved(pattern: Tensor) -> bool:
         several = len(pattern[pattern != 0].unique()) > 1
@@ -285,5 +290,6 @@ def _culprit(replay: Replay, place: Place, kind: str, ints: bool, choices: Calla
     except Unfit:
         patterns = []
     meet = [i for i, pattern in patterns if i != place[0] and depends_on_several(pattern, replay.batch)]
-    moved = [i for i, pattern in patterns if is_moved(pattern)]
-    return name_of(replay.steps[[*meet, *moved, place[0]][0]].func)
+    moved = [i for i, pattern in patterns if i != place[0] and is_moved(pattern)]
+    first = sorted({*meet[:1], *moved[:1]}) or [place[0]]
+    return ", ".join(name_of(replay.steps[i].func) for i in first)

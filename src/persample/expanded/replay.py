@@ -71,7 +71,10 @@ class Step:
         args, kwargs = tree_map(value, (self.args, self.kwargs))
         given = [t for t in leaves((args, kwargs)) if isinstance(t, Tensor)]
         result = self.func(*args, **kwargs)
-        return [t for t in leaves(result) if isinstance(t, Tensor)] + [given[i] for i in self.changes]
+        returned = [t for t in leaves(result) if isinstance(t, Tensor)]
+        if "empty" in getattr(self.func, "__name__", ""):
+            returned = [t.zero_() for t in returned]
+        return returned + [given[i] for i in self.changes]
 
 
 @dataclass(frozen=True)
