@@ -97,7 +97,7 @@ MOVES: dict[str, tuple[Function, str]] = {
     "stack": (lambda x: torch.stack(list(x.unbind(0))[::-1]), "unbind|stack"),
     "chunks": (lambda x: torch.cat(x.split(1)[::-1]), "split|cat"),
     "sorted-by-norm": (lambda x: x[x.flatten(1).norm(dim=1).argsort(descending=True)], ".*"),
-    "first-replaced": (_set_first, "__setitem__|__getitem__"),
+    "first-replaced": (_set_first, "__setitem__|__getitem__|linear"),
     "filled": (_filled, "__setitem__|__getitem__"),
     "several": (lambda x: (x * 2).flip(0).exp().sqrt(), "flip"),
     "rolled-in-part": (lambda x: torch.cat([x[:, :1], x[:, 1:].roll(1, 0)], 1), "roll"),

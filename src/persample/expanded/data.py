@@ -21,7 +21,7 @@ from ..graph.roots import slot_of
 from ..graph.saved import version
 from ..graph.tape import Slot
 from .registry import name_of
-from .replay import Made, Place, Replay, Source, Step, Stranger, Unfit, decoded, depends_on_several, fitting
+from .replay import Made, Place, Replay, Source, Step, Stranger, Unfit, Way, decoded, depends_on_several, fitting
 from .samples import Verdict
 from .trees import leaves, tree_map
 from .weight import ExpandedWeight
@@ -53,6 +53,7 @@ class _Meeting:
     direct: bool  # is it a function of unchanged inputs?
 
 
+_Choices = Callable[[Shape], Sequence[Layout]]  # the layouts that fit a shape
 _FOUND: dict[Any, Verdict] = {}  # of functions and shapes that were seen before
 
 
@@ -250,46 +251,39 @@ def _plain_name(func: Callable[..., Any]) -> str:
     return getattr(func, "__name__", "").strip("_")
 
 
-def _judged(replay: Replay, place: Place, choices: Callable[[Shape], Sequence[Layout]]) -> Verdict:
-    """What the patterns of one result say."""
-    for kind, ints, pattern in replay.attempts(place):
-        fits = fitting(pattern, choices(tuple(pattern.shape)), replay.batch)
-        if fits:
-            return Verdict(fits[0] if len(fits) == 1 else None)
-        if not replay.is_deterministic(place, kind):
-            return Verdict()
-        if _is_by_coincidence(replay, place, choices):
-            return Verdict()
-        interact = depends_on_several(pattern, replay.batch)
-        op = _culprit(replay, place, kind, ints, choices)
-        return Verdict(None if interact else decoded(pattern, replay.batch), op, interact)
-    return Verdict()
+def _judged(replay: Replay, place: Place, choices: _Choices) -> Verdict:
+    """What the pattern of one result says."""
+
+    def fits(pattern: Tensor) -> bool:
+        return bool(fitting(pattern, choices(tuple(pattern.shape)), replay.batch))
+
+    seen = replay.shown(place, fits)
+    if seen is None:
+        return Verdict()
+    way, pattern = seen
+    if fits(pattern):
+        found = fitting(pattern, choices(tuple(pattern.shape)), replay.batch)
+        return Verdict(found[0] if len(found) == 1 else None)
+    if not replay.is_deterministic(place, way) or _is_by_coincidence(replay, place, fits):
+        return Verdict()
+    interact = depends_on_several(pattern, replay.batch)
+    return Verdict(None if interact else decoded(pattern, replay.batch), _culprits(replay, place, way, fits), interact)
 
 
-def _is_by_coincidence(replay: Replay, place: Place, choices: Callable[[Shape], Sequence[Layout]]) -> bool:
+def _is_by_coincidence(replay: Replay, place: Place, fits: Callable[[Tensor], bool]) -> bool:
     """Do inputs disagree of which each keeps samples apart? Then some is a table that is as long as the batch."""
-    if len(replay.sources) < 2:
-        return False
-    for number in range(len(replay.sources)):
-        pattern = next((pattern for _, _, pattern in replay.attempts(place, only=number)), None)
-        if pattern is not None and not fitting(pattern, choices(tuple(pattern.shape)), replay.batch):
-            return False
-    return True
+    alone = [replay.shown(place, fits, only=number) for number in range(len(replay.sources))]
+    return len(alone) > 1 and all(seen is None or fits(seen[1]) for seen in alone)
 
 
-def _culprit(replay: Replay, place: Place, kind: str, ints: bool, choices: Callable[[Shape], Sequence[Layout]]) -> str:
+def _culprits(replay: Replay, place: Place, way: Way, fits: Callable[[Tensor], bool]) -> str:
     """Of the functions that lead to a result, the first in which samples meet, and the first that moves them."""
-
-    def is_moved(pattern: Tensor) -> bool:
-        several = len(pattern[pattern != 0].unique()) > 1
-        return several and not fitting(pattern, choices(tuple(pattern.shape)), replay.batch)
-
-    steps = [(i, k) for i in replay.needed(place) for k in range(len(replay.steps[i].numbers))]
+    before = [(i, k) for i in replay.needed(place)[:-1] for k in range(len(replay.steps[i].numbers))]
     try:
-        patterns = [(i, replay.patterns([(i, k)], kind, ints)[i, k]) for i, k in steps]
+        patterns = replay.patterns(before, way) if before else {}
     except Unfit:
-        patterns = []
-    meet = [i for i, pattern in patterns if i != place[0] and depends_on_several(pattern, replay.batch)]
-    moved = [i for i, pattern in patterns if i != place[0] and is_moved(pattern)]
-    first = sorted({*meet[:1], *moved[:1]}) or [place[0]]
+        patterns = {}
+    meet = [i for (i, _), pattern in patterns.items() if depends_on_several(pattern, replay.batch)]
+    moved = [i for (i, _), p in patterns.items() if len(p[p != 0].unique()) > 1 and not fits(p)]
+    first = sorted({*sorted(meet)[:1], *sorted(moved)[:1]}) or [place[0]]
     return ", ".join(name_of(replay.steps[i].func) for i in first)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations, islice
 from math import comb
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,18 @@ from .trees import leaves, tree_map
 
 Place = tuple[int, int]  # a step, and which of its outputs
 _Values = dict[int, Tensor]
-_KINDS = ("normal", "uniform", "data")  # what samples are replaced by, until functions take it and show something
+_MANY = 65536  # elements by which a dependence shows, in whatever function
+
+
+class Way(NamedTuple):
+    """How samples are changed."""
+
+    kinds: tuple[str, ...]  # what stands for numbers, draw after draw
+    indices: bool  # are integers and masks changed, too?
+
+
+_NOISE = ("normal", "uniform", "normal", "uniform")
+_WAYS = [Way(kinds, indices) for kinds in (_NOISE, ("data",)) for indices in (True, False)]
 
 
 class Made:
@@ -141,11 +152,38 @@ class Replay:
             stack += new
         return sorted(found)
 
-    def patterns(self, places: Sequence[Place], kind: str, ints: bool, only: int | None = None) -> dict[Place, Tensor]:
-        """In which runs each output changes, element by element; ``only`` one input's samples, if given."""
+    def patterns(
+        self,
+        places: Sequence[Place],
+        way: Way,
+        only: int | None = None,
+        enough: Callable[[Tensor], bool] = lambda pattern: pattern.numel() > _MANY,
+    ) -> dict[Place, Tensor]:
+        """In which runs each output changes, element by element; ``only`` one input's samples, if given.
+
+        Functions that jump, as thresholds do, are given several draws, until all patterns are ``enough``.
+        """
+        found: dict[Place, Tensor] = {}
+        for seed, kind in enumerate(way.kinds):
+            try:
+                drawn = self._patterns(places, kind, way.indices, seed, only)
+            except Unfit:
+                continue
+            if any(drawn[place].shape != pattern.shape for place, pattern in found.items()):
+                raise Unfit
+            found = {place: pattern | found.get(place, 0) for place, pattern in drawn.items()}
+            if all(map(enough, found.values())):
+                break
+        if not found:
+            raise Unfit
+        return found
+
+    def _patterns(
+        self, places: Sequence[Place], kind: str, indices: bool, seed: int, only: int | None
+    ) -> dict[Place, Tensor]:
         wanted, order = set(places), sorted({i for place in places for i in self.needed(place)})
-        random = torch.Generator("cpu").manual_seed(0)
-        values = [source.values(kind, ints, random) for source in self.sources]
+        random = torch.Generator("cpu").manual_seed(seed)
+        values = [source.values(kind, indices, random) for source in self.sources]
         n, code = codes(self.batch)
         lookup = torch.tensor(code)
         once = self._run([base for base, _ in values], order, wanted)
@@ -187,24 +225,27 @@ class Replay:
             raise Unfit
         return outputs
 
-    def is_deterministic(self, place: Place, kind: str) -> bool:
+    def is_deterministic(self, place: Place, way: Way) -> bool:
         """Do equal data give equal outputs?"""
         random = torch.Generator("cpu").manual_seed(0)
-        inputs = [source.values(kind, False, random)[0] for source in self.sources]
+        inputs = [source.values(way.kinds[-1], False, random)[0] for source in self.sources]
         one, two = (self._run(inputs, self.needed(place), {place})[place] for _ in range(2))
         return not bool(_differs(one, two).any())
 
-    def attempts(self, place: Place, only: int | None = None) -> Iterator[tuple[str, bool, Tensor]]:
-        """The patterns of an output, for every way to change samples that shows something."""
-        indices = any(not (s.tensor.is_floating_point() or s.tensor.is_complex()) for s in self.sources)
-        kinds = [(kind, ints) for kind in _KINDS for ints in ((True, False) if indices else (True,))]
-        for kind, ints in kinds:
+    def shown(self, place: Place, fits: Callable[[Tensor], bool], only: int | None = None) -> tuple[Way, Tensor] | None:
+        """The pattern of an output, for the first way to change samples that it shows; what ``fits`` is confirmed."""
+        numbers = all(s.tensor.is_floating_point() or s.tensor.is_complex() for s in self.sources)
+        for way in _WAYS:
+            if numbers and not way.indices:
+                continue
             try:
-                pattern = self.patterns([place], kind, ints, only)[place]
+                enough = lambda pattern: pattern.numel() > _MANY or not fits(pattern)  # noqa: E731
+                pattern = self.patterns([place], way, only, enough)[place]
             except Unfit:
                 continue
             if bool(pattern.any()):
-                yield kind, ints, pattern
+                return way, pattern
+        return None
 
 
 def _differs(a: Tensor, b: Tensor) -> Tensor:
