@@ -236,3 +236,23 @@ def test_a_constant_that_decides() -> None:
 def test_other_sizes_of_the_batch(name: str, B: int) -> None:
     f, op = {**MEETINGS, **MOVES}[name]
     refused(chain(lambda m, x: m.a(f(x))), r(B, C), op=op)
+
+
+class TestLossesInside:
+    """A mean over samples inside of the module has no batch, but data that went into it do."""
+
+    def body(self, f: Function) -> Run:
+        return Run(lambda m, x, y: torch.nn.functional.mse_loss(m.a(x), f(y)), a=nn.Linear(C, 2))
+
+    def test_targets_apart(self) -> None:
+        module, x, y = self.body(lambda y: y * 2).double(), r(B, C), r(B, 2)
+        call_for_per_sample_grads(module, loss_reduction="mean")(x, y).backward()
+        want = torch.stack(
+            [torch.autograd.grad((module.a(x[i]) - 2 * y[i]).square().mean(), module.a.weight)[0] for i in range(B)]
+        )
+        torch.testing.assert_close(module.a.weight.grad_sample, want)
+
+    @pytest.mark.parametrize("name", ["centred", "cumsum", "softmax", "gram"])
+    def test_targets_mixed(self, name: str) -> None:
+        f, op = ALL[name]
+        refused(self.body(f), r(B, C), r(B, 2), op=op, losses=lambda loss: loss, loss_reduction="mean")

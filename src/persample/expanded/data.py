@@ -109,7 +109,7 @@ class Followed(TorchFunctionMode):
         changes = tuple(i for i, t in enumerate(given) if _version(t) != before[i])
         returned = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
         outputs = returned + [given[i] for i in changes]
-        if outputs and all(self._can_be_replaced(t) for t in given):
+        if outputs and all(self._can_be_replaced(t) for t in given) and not _has_offsets(func, args, kwargs):
             self._note(func, args, kwargs, given, outputs, changes, active)
         else:
             for t in outputs:  # what it was is gone
@@ -247,6 +247,11 @@ def _version(t: Tensor) -> int:
     return 0 if isinstance(t, ExpandedWeight) or t.is_inference() else version(t)
 
 
+def _has_offsets(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Bags end where the next sample's begin, so that their offsets are no data of one sample."""
+    return _plain_name(func) == "embedding_bag" and (args[2] if len(args) > 2 else kwargs.get("offsets")) is not None
+
+
 def _plain_name(func: Callable[..., Any]) -> str:
     return getattr(func, "__name__", "").strip("_")
 
@@ -261,6 +266,8 @@ def _judged(replay: Replay, place: Place, choices: _Choices) -> Verdict:
     if seen is None:
         return Verdict()
     way, pattern = seen
+    if not choices(tuple(pattern.shape)):  # a mean over samples, say, to which data may contribute that are apart
+        return _judged_by_data(replay, place, way)
     if fits(pattern):
         found = fitting(pattern, choices(tuple(pattern.shape)), replay.batch)
         return Verdict(found[0] if len(found) == 1 else None)
@@ -268,6 +275,19 @@ def _judged(replay: Replay, place: Place, choices: _Choices) -> Verdict:
         return Verdict()
     interact = depends_on_several(pattern, replay.batch)
     return Verdict(None if interact else decoded(pattern, replay.batch), _culprits(replay, place, way, fits), interact)
+
+
+def _judged_by_data(replay: Replay, place: Place, way: Way) -> Verdict:
+    """What data say that went into a result which has no batch."""
+    step = replay.steps[place[0]]
+    makers = {number: (i, k) for i, s in enumerate(replay.steps[: place[0]]) for k, number in enumerate(s.numbers)}
+    given = [makers[number] for number in step.uses() if number in makers]
+    try:
+        patterns = replay.patterns(given, way) if given else {}
+    except Unfit:
+        return Verdict()
+    meet = [made for made, pattern in patterns.items() if depends_on_several(pattern, replay.batch)]
+    return Verdict(None, _culprits(replay, meet[0], way, lambda pattern: True), interact=True) if meet else Verdict()
 
 
 def _is_by_coincidence(replay: Replay, place: Place, fits: Callable[[Tensor], bool]) -> bool:
@@ -278,7 +298,7 @@ def _is_by_coincidence(replay: Replay, place: Place, fits: Callable[[Tensor], bo
 
 def _culprits(replay: Replay, place: Place, way: Way, fits: Callable[[Tensor], bool]) -> str:
     """Of the functions that lead to a result, the first in which samples meet, and the first that moves them."""
-    before = [(i, k) for i in replay.needed(place)[:-1] for k in range(len(replay.steps[i].numbers))]
+    before = [(i, k) for i in replay.needed(place) if i != place[0] for k in range(len(replay.steps[i].numbers))]
     try:
         patterns = replay.patterns(before, way) if before else {}
     except Unfit:

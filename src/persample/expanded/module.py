@@ -86,10 +86,14 @@ def _sources(samples: Samples) -> list[Source]:
     """The call's data, and the sample of every element; nothing can be told from one sample."""
     if samples.batch < 2:
         return []
-    found = [Source(x, labels(along(x.shape, samples.dim, samples.batch), tuple(x.shape))) for x in samples.inputs]
+    found = []
     if samples.packed is not None and int(samples.packed.batch_sizes[0]) == samples.batch:
         data, sizes, order = samples.packed[:3]
-        found.append(Source(data, labels(of_packed(sizes, order, data, samples.batch), tuple(data.shape))))
+        found.append(Source(data, labels(of_packed(sizes, order, data, samples.batch), tuple(data.shape)), varies=True))
+    for x in samples.inputs:  # the first one is taken at its word, where a mask or a state may carry samples elsewhere
+        certain = not found or list(x.shape).count(samples.batch) == 1
+        index = labels(along(x.shape, samples.dim, samples.batch), tuple(x.shape))
+        found.append(Source(x, index, certain))
     return found
 
 

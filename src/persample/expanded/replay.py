@@ -94,6 +94,7 @@ class Source:
 
     tensor: Tensor
     index: Tensor
+    varies: bool  # is it certain where its samples lie? Else they are left as they are
 
     def values(self, kind: str, ints: bool, random: torch.Generator) -> tuple[Tensor, Tensor]:
         """What stands for the input, and what for a changed one; integers stay what they are, or are exchanged."""
@@ -192,7 +193,8 @@ class Replay:
             inputs = []
             for number, (source, (base, other)) in enumerate(zip(self.sources, values, strict=True)):
                 chosen = (lookup[source.index] >> k & 1).bool().to(base.device)
-                inputs.append(base if only not in (None, number) else torch.where(chosen, other, base))
+                varies = source.varies and only in (None, number)
+                inputs.append(torch.where(chosen, other, base) if varies else base)
             again = self._run(inputs, order, wanted)
             for place, pattern in found.items():
                 if again[place].shape != pattern.shape:
