@@ -38,7 +38,9 @@ _BY_SHAPE = frozenset(
     logical_not and or invert bitwise_and bitwise_or bitwise_not to float double half bfloat16 long int bool type
     type_as view reshape flatten unflatten unsqueeze squeeze permute transpose t movedim expand expand_as contiguous
     clone detach get embedding softmax log_softmax scaled_dot_product_attention zeros_like ones_like rand_like
-    randn_like empty_like
+    randn_like empty_like flip roll sort cumsum cumprod mod rmod remainder fmod floordiv rfloordiv floor_divide minimum
+    maximum amax amin max min sum mean all any cat stack chunk split unbind select repeat tile pad triu tril diff argmax
+    argmin cross_entropy nll_loss
     """.split()
 )
 
@@ -195,8 +197,11 @@ class Followed(TorchFunctionMode):
 
     def _by_shape(self, func: Callable[..., Any], given: Sequence[Tensor]) -> bool:
         """Do shapes alone decide where this function leaves the samples?"""
-        return _plain_name(func) in _BY_SHAPE or all(
-            t.is_floating_point() or t.is_complex() or id(t) not in self._numbers for t in given
+        alone = len(given) == 1 and _plain_name(func) == "getitem"
+        return (
+            alone
+            or _plain_name(func) in _BY_SHAPE
+            or all(t.is_floating_point() or t.is_complex() or id(t) not in self._numbers for t in given)
         )
 
     def found(self, choices: Callable[[Shape], Sequence[Layout]], known: Collection[Slot]) -> dict[Slot, Verdict]:

@@ -22,7 +22,7 @@ from .trees import leaves, tree_map
 
 Place = tuple[int, int]  # a step, and which of its outputs
 _Values = dict[int, Tensor]
-_MANY = 65536  # elements by which a dependence shows, in whatever function
+_MANY = 1024  # elements by which a dependence shows, in whatever function
 
 
 class Way(NamedTuple):
