@@ -214,7 +214,7 @@ case(
     "",
     lambda B: on(Run(lambda m, x: m.a(x - x.mean(0)), a=mlp()), r(B, 3)),
     batches=some,
-    refused=[n for n in some if n > 1],
+    refused=tuple(n for n in some if n > 1),
 )
 
 # Attention with relative positions, as people write it: no sample sees another. The peer takes a table (T, T) of
