@@ -256,3 +256,21 @@ class TestLossesInside:
     def test_targets_mixed(self, name: str) -> None:
         f, op = ALL[name]
         refused(self.body(f), r(B, C), r(B, 2), op=op, losses=lambda loss: loss, loss_reduction="mean")
+
+
+@pytest.mark.parametrize("where", ["between", "after", "under-frozen"])
+@pytest.mark.parametrize("name", [name for name in ALL if name not in ("by-data", "batch_norm", "where")])
+def test_functions_of_activations(name: str, where: str) -> None:
+    """The graph shows these, and the engine refuses them; a threshold has no gradient, and is not seen."""
+    f, _ = ALL[name]
+    module = {
+        "between": lambda: chain(lambda m, x: m.b(f(m.a(x).tanh()))),
+        "after": lambda: chain(lambda m, x: f(m.a(x).tanh())),
+        "under-frozen": lambda: chain(lambda m, x: m.f(f(m.a(x).tanh()))),
+    }[where]()
+    out = call_for_per_sample_grads(module.double())(r(B, C))
+    with pytest.raises(
+        (ps.InteractionError, ps.UnsupportedError), match=r"samples interact|cannot tell the samples apart"
+    ):
+        squares(out).sum().backward()
+    assert all(getattr(p, "grad_sample", None) is None for p in module.parameters())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from tests.expanded.helpers import Run, check, r
@@ -35,3 +36,27 @@ def test_a_fixed_transform_of_data(B: int, T: int) -> None:
     """Along the positions, before the first layer."""
     matrix = r(T, T)
     check(Run(lambda m, x: m.a(matrix @ x), a=nn.Linear(C, 2)), r(B, T, C))
+
+
+@pytest.mark.parametrize(("B", "H"), [(2, 4), (4, 4), (3, 4)])
+def test_decomposed_relative_positions(B: int, H: int) -> None:
+    """As in SAM and MViTv2."""
+    index = (torch.arange(H)[:, None] - torch.arange(H) + H - 1).reshape(H, H)
+
+    def body(m: Run, x: Tensor) -> Tensor:
+        q = m.a(x)
+        return torch.einsum("bhwc,hkc->bhwk", q, m.positions[index])
+
+    check(Run(body, a=nn.Linear(C, C), positions=r(2 * H - 1, C)), r(B, H, 5, C))
+
+
+@pytest.mark.parametrize(("B", "T"), [(2, 4), (4, 4), (4, 8), (3, 4)])
+def test_a_fixed_transform_of_activations(B: int, T: int) -> None:
+    matrix = r(T, T)
+    check(Run(lambda m, x: matrix @ m.a(x), a=nn.Linear(C, 2)), r(B, T, C))
+
+
+@pytest.mark.parametrize(("B", "T"), [(2, 4), (4, 4), (3, 4)])
+def test_a_group_norm_whose_cotangent_is_expanded(B: int, T: int) -> None:
+    """Scale and shift of a sum: every element of the cotangent is one number."""
+    check(nn.GroupNorm(2, 4), r(B, 4, T), losses=lambda y: y.sum((1, 2)))
