@@ -62,9 +62,9 @@ def call_for_per_sample_grads(
         can be fetched by its method ``results()``.
     """
     if loss_reduction not in ("sum", "mean"):
-        raise RuntimeError(f"loss_reduction must be 'sum' or 'mean', but is {loss_reduction!r}")
+        raise RuntimeError(f"Expected loss_reduction argument to be sum or mean, got {loss_reduction!r}")
     if not isinstance(cast(object, module), nn.Module):
-        raise RuntimeError(f"module must be an nn.Module, but is a {type(module).__name__}")
+        raise RuntimeError(f"Module passed must be nn.Module, got {type(module).__name__}")
     if any(original_of(part) is not None for part in module.modules()):
         raise RuntimeError("module was made by torch.compile, which does not know expanded weights: pass the original")
     if isinstance(module, nn.DataParallel):
@@ -72,9 +72,11 @@ def call_for_per_sample_grads(
     if any(is_sharded(p) for p in module.parameters()):
         raise RuntimeError("module is sharded, and shards cannot be recorded: use ps.grad(losses, module) and its kin")
     if batch_size is not None and (not isinstance(cast(object, batch_size), int) or isinstance(batch_size, bool)):
-        raise RuntimeError(f"batch_size must be None or an int, but is a {type(batch_size).__name__}")
+        raise RuntimeError(
+            f"Batch size passed must be None or an integer, got batch_size={batch_size!r}, {type(batch_size).__name__}"
+        )
     if batch_size is not None and batch_size < 1:
-        raise RuntimeError(f"batch_size must be at least 1, but is {batch_size}")
+        raise RuntimeError(f"Batch size must be positive, got batch_size={batch_size}")
     if isinstance(reductions, Reduction):
         raise TypeError(f"reductions must be a sequence: write reductions=[{type(reductions).__name__}(...)]")
     check_reductions(reductions or (), max_memory)
@@ -176,8 +178,9 @@ def _check_clear(params: Iterable[tuple[str, Tensor]]) -> None:
     for name, p in params:
         if getattr(p, "grad_sample", None) is not None:
             raise RuntimeError(
-                f"parameter {name!r} still holds a grad_sample, to which other samples' gradients would be added: "
-                f"set it to None first, or call once on all samples"
+                f"parameter {name!r} still holds a grad_sample, to which other samples' gradients would be added, "
+                f"which will be incorrect for multiple calls without clearing gradients: set it to None first, or call "
+                f"once on all samples"
             )
 
 

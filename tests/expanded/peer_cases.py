@@ -208,7 +208,14 @@ case(
 case(
     "custom_function", FAILS, NO_RULE, lambda B: on(Run(lambda m, x: Own.apply(x, m.w), w=r(2, 3)), r(B, 3)), slow=True
 )
-case("data-mixed", AGREES, "", lambda B: on(Run(lambda m, x: m.a(x - x.mean(0)), a=mlp()), r(B, 3)), batches=some)
+case(
+    "data-mixed",
+    AGREES,
+    "",
+    lambda B: on(Run(lambda m, x: m.a(x - x.mean(0)), a=mlp()), r(B, 3)),
+    batches=some,
+    refused=tuple(n for n in some if n > 1),
+)
 
 # Attention with relative positions, as people write it: no sample sees another. The peer takes a table (T, T) of
 # distances for T samples. Nor can ours tell keys (T, T, d) from data of the batch where T is B or a multiple of it; it

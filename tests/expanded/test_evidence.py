@@ -51,8 +51,18 @@ def test_a_pooled_result_where_time_comes_first(classes: int) -> None:
 
 
 def test_a_pooled_result_of_random_data() -> None:
-    """Dropout leaves no trace to follow: a matrix of B x B may be either."""
-    module = Run(lambda m, x: m.h(nn.functional.dropout(x, 0.5).mean(0)), h=nn.Linear(3, B))
+    """A matrix of B x B may be either, but dropout is followed with the same random numbers."""
+    module, x = Run(lambda m, x: m.h(nn.functional.dropout(x, 0.5).mean(0)), h=nn.Linear(3, B)).double(), r(5, B, 3)
+    torch.manual_seed(0)
+    want = definition(module(x).square().sum(1), module)
+    torch.manual_seed(0)
+    call_for_per_sample_grads(module, batch_first=False)(x).square().sum().backward()
+    assert_same(taken(module), want)
+
+
+def test_a_pooled_result_of_data_that_cannot_be_followed() -> None:
+    """NumPy leaves no trace: a matrix of B x B may be either."""
+    module = Run(lambda m, x: m.h(torch.from_numpy(x.numpy() * 2).mean(0)), h=nn.Linear(3, B))
     assert_refused(module, r(5, B, 3), batch_first=False)
 
 

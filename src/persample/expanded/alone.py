@@ -23,6 +23,8 @@ from .trees import leaves, tree_map
 if TYPE_CHECKING:
     from .weight import ExpandedWeight
 
+CANNOT_HANDLE = "Expanded Weights encountered but cannot handle function"  # the words of PyTorch's own
+
 
 def call_alone(
     cls: type[ExpandedWeight],
@@ -41,7 +43,8 @@ def call_alone(
         return tree_map(lambda leaf: _computed(cls, leaf, weights), result)
     if _writes(func):
         raise RuntimeError(
-            f"{name_of(func)} changes data in place by an expanded weight: use the form that returns a new tensor"
+            f"{CANNOT_HANDLE} {name_of(func)}, which changes data in place by an expanded weight: use the form that "
+            f"returns a new tensor"
         )
     follow = rule is None or rule.place is None
     stand_ins = StandIns()
@@ -111,9 +114,9 @@ def _samples(
             first.batch_first,
         ):
             raise RuntimeError(
-                f"{name_of(func)} was given expanded weights that disagree: batch_size {first.batch_size} and "
-                f"{weight.batch_size}, loss_reduction {first.loss_reduction!r} and {weight.loss_reduction!r}, "
-                f"batch_first {first.batch_first} and {weight.batch_first}"
+                f"{_disagreement(first, weight)}: {name_of(func)} was given expanded weights that disagree: batch_size "
+                f"{first.batch_size} and {weight.batch_size}, loss_reduction {first.loss_reduction!r} and "
+                f"{weight.loss_reduction!r}, batch_first {first.batch_first} and {weight.batch_first}"
             )
     dim = (0 if first.batch_first else 1) if rule is None or rule.dim is None else rule.dim
     sizes = [t.shape[dim] for t in data if t.ndim > dim]
@@ -126,10 +129,20 @@ def _samples(
         return Samples(fitting[0], dim)
     if any(t.requires_grad for t in data):
         raise RuntimeError(
-            f"{name_of(func)} was given data of shapes {[tuple(t.shape) for t in data]} and an expanded weight of "
-            f"batch size {first.batch_size}: expected that size in dim {dim} of the data"
+            f"{CANNOT_HANDLE} {name_of(func)} of data of shapes {[tuple(t.shape) for t in data]} and an expanded "
+            f"weight of batch size {first.batch_size}. Expected ExpandedWeights to have batch size matching input, in "
+            f"dim {dim} of the data"
         )
     return None
+
+
+def _disagreement(one: ExpandedWeight, other: ExpandedWeight) -> str:
+    """What PyTorch's own expanded weights say of it."""
+    if one.loss_reduction != other.loss_reduction:
+        return "Expected ExpandedWeights to all have the same loss_reduction argument"
+    if one.batch_first != other.batch_first:
+        return "Got conflicting batch_first arguments in the same layer"
+    return "Expected ExpandedWeights to have batch size matching input"
 
 
 def _place(
@@ -146,8 +159,8 @@ def _place(
         for t in leaves(result):
             if isinstance(t, Tensor) and t.requires_grad and not samples.knows(t):
                 raise RuntimeError(
-                    f"{name_of(func)} returned shape {tuple(t.shape)}, in which there is no batch of {samples.batch} "
-                    f"samples, the batch size of the expanded weights"
+                    f"{CANNOT_HANDLE} {name_of(func)} that returned shape {tuple(t.shape)}, in which there is no batch "
+                    f"of {samples.batch} samples, the batch size of the expanded weights"
                 )
     else:
         for x in inner:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from .alone import call_alone
+from .alone import CANNOT_HANDLE, call_alone
 from .registry import HANDLED, Shipped, name_of
 from .trees import leaves
 
@@ -27,8 +27,8 @@ def dispatch(
         for weight in weights:
             if weight.sources:
                 raise RuntimeError(
-                    f"the rule registered for {name_of(func)} takes weights themselves, and was given one of shape "
-                    f"{tuple(weight.leaf.shape)} that was computed from others"
+                    f"{CANNOT_HANDLE} {name_of(func)} of a weight of shape {tuple(weight.leaf.shape)} that was "
+                    f"computed from others: the rule registered for it takes weights themselves"
                 )
         result = rule.apply(tuple(kwargs), func, *args, *kwargs.values())
         for leaf in leaves(result):

@@ -110,25 +110,28 @@ class Recording:
         """The engine's work, for the first reading of the outputs that agrees with what is known inside."""
         tape = self.tape or walk([slot_of(y)[0] for y in asked.outputs], [*self.leaves.values(), *self.inputs])
         tape.data = {slot_of(x)[0] for x in self.inputs}
-        self.samples.settle(tape)
+        self._settle(tape)
         try:
+            moved: dict[str, None] = {}
             unlikely: InteractionError | None = None
             for readings in self.samples.readings(asked.outputs, asked.cotangents, tape):
                 meeting: InteractionError | None = None
                 for reading in readings:
                     try:
                         return self._capture(reading, asked, tape)
-                    except Disagreement:
-                        continue
+                    except Disagreement as error:
+                        moved.update({error.op: None} if error.op and all(reading.promised) else {})
                     except InteractionError as error:
                         meeting = meeting or (error if reading.likely else None)
                         unlikely = unlikely or error
                 if meeting is not None:
-                    raise self._interaction(meeting)
+                    raise self._interaction(meeting.ops)
         except UnknownBatch as error:
             raise UnknownBatch(f"{self.what}: {error}") from error
         if unlikely is not None:
-            raise self._interaction(unlikely)
+            raise self._interaction(unlikely.ops)
+        if moved:
+            raise self._interaction(tuple(moved))
         raise UnknownBatch(
             f"cannot tell the samples apart in what {self.what} returned, of shapes "
             f"{[tuple(y.shape) for y in asked.outputs]}: expected dim {self.samples.dim} to be the batch of "
@@ -141,7 +144,7 @@ class Recording:
             tensors = [*self.leaves.values(), *self.inputs]
             self.samples.verify(plan(reading.roots, tensors, data=tape.data), reading, follow=True)
         test = partial(self.samples.verify, reading=reading, follow=False)
-        check = Check(test, dict(self.samples.known), tuple(reading.promised))
+        check = Check(test, self.samples.evidence(), tuple(reading.promised))
         return capture_from(
             reading.roots,
             self.leaves,
@@ -156,12 +159,22 @@ class Recording:
             tape=self.tape if set(reading.roots.slots) == {slot_of(y) for y in self.outputs} else None,
         )
 
-    def _interaction(self, error: InteractionError) -> InteractionError:
-        return InteractionError(
-            f"samples interact in {', '.join(error.ops)}, of {self.what}: one sample's loss depends on another sample "
+    def _settle(self, tape: Tape) -> None:
+        """Find out where data carry their samples, and refuse functions of data in which they meet."""
+        try:
+            self.samples.settle(tape)
+        except InteractionError as error:
+            raise self._interaction(error.ops) from None
+
+    def _interaction(self, ops: tuple[str, ...]) -> InteractionError:
+        found = InteractionError(
+            f"samples interact in {', '.join(ops)}, of {self.what}: one sample's loss depends on another sample "
             f"(or the op's backward is not linear). Use layers that keep samples apart (GroupNorm for BatchNorm, or "
-            f"model.eval()), or ps.grad, which gives the exact Jacobian rows"
+            f"model.eval()), do to data what mixes them before the call, or use ps.grad, which gives the exact "
+            f"Jacobian rows"
         )
+        found.ops = ops
+        return found
 
     def _one(self, asked: _Backward) -> tuple[Tensor | None, ...]:
         """One sample: an ordinary backward."""

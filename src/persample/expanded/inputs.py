@@ -16,17 +16,20 @@ def batch_of(arguments: Any, given: int | None, dim: int) -> int:
     if given is not None:
         if sizes and given not in sizes:
             raise RuntimeError(
-                f"batch_size={given} was given, but no input has that many samples in dim {dim}: their shapes are "
-                f"{list(sizes.values())}"
+                f"Expected ExpandedWeights to have batch size matching input, but batch_size={given} was given, and no "
+                f"input has that many samples in dim {dim}: their shapes are {list(sizes.values())}"
             )
         return given
     if not sizes:
-        raise RuntimeError("there is no tensor with a batch among the inputs: pass batch_size=")
+        raise RuntimeError(
+            "Unable to find a tensor with a batch in the passed args and kwargs, so that ExpandedWeights cannot "
+            "compute the batch size from the inputs: pass batch_size="
+        )
     if len(sizes) > 1:
         (first, one), (second, other) = list(sizes.items())[:2]
         raise RuntimeError(
-            f"inputs disagree on the batch size in dim {dim}: {first} in shape {one}, {second} in shape {other}. If "
-            f"they shall, pass batch_size="
+            f"When computing batch size, found at least one input with batch size {first} and one with batch size "
+            f"{second}, in dim {dim} of shapes {one} and {other}. If they shall differ, pass batch_size="
         )
     return next(iter(sizes))
 

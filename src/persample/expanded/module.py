@@ -10,12 +10,14 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils.rnn import PackedSequence
 
+from ..graph.layout import labels
 from ..graph.roots import slot_of
 from ..graph.tape import Tape, leaf_of, walk
 from .data import Followed
 from .gate import Receiver, Recording, attach
 from .inputs import StandIns, holds_batch
-from .samples import Samples, of_packed
+from .replay import Source
+from .samples import Samples, along, of_packed
 from .trees import LEAVES, leaves, tree_map
 from .weight import ExpandedWeight
 
@@ -35,7 +37,7 @@ def record_call(
     by_id, stand_ins = {id(p): weights[name] for name, p in params.items()}, StandIns()
     args, kwargs = tree_map(lambda leaf: _replaced_input(leaf, by_id, stand_ins), arguments)
     samples = _samples(weights.values(), (args, kwargs), batch, dim)
-    samples.data = followed = Followed(samples.inputs, batch, dim, module)
+    samples.data = followed = Followed(_sources(samples), batch, dim, module, _tables((args, kwargs)))
     with _working(weights.values()), followed:  # a forward may take gradients itself
         result = functional_call(module, _everywhere(module, by_id), args, kwargs, tie_weights=False)
     found = _outputs(result, samples, followed)
@@ -78,6 +80,26 @@ def _samples(weights: Iterable[ExpandedWeight], arguments: Any, batch: int, dim:
         weight.samples = samples
         weight.set_batch_first(dim == 0)
     return samples
+
+
+def _sources(samples: Samples) -> list[Source]:
+    """The call's data, and the sample of every element; nothing can be told from one sample."""
+    if samples.batch < 2:
+        return []
+    found = []
+    if samples.packed is not None and int(samples.packed.batch_sizes[0]) == samples.batch:
+        data, sizes, order = samples.packed[:3]
+        found.append(Source(data, labels(of_packed(sizes, order, data, samples.batch), tuple(data.shape)), varies=True))
+    for x in samples.inputs:  # the first one is taken at its word, where a mask or a state may carry samples elsewhere
+        certain = not found or list(x.shape).count(samples.batch) == 1
+        index = labels(along(x.shape, samples.dim, samples.batch), tuple(x.shape))
+        found.append(Source(x, index, certain))
+    return found
+
+
+def _tables(arguments: Any) -> list[Tensor]:
+    """Tensors among the arguments; those that are not data are the same for all samples."""
+    return [leaf for leaf in leaves(arguments) if isinstance(leaf, Tensor) and not isinstance(leaf, ExpandedWeight)]
 
 
 @contextmanager

@@ -30,30 +30,47 @@ def _first(arguments: Arguments) -> Tensor:
     return found
 
 
-def _stays(func: Callable[..., Any], ndim: int = 1, behind: int = 0, exactly: bool = False) -> Place:
+# What PyTorch's own expanded weights say of data without a batch: code that was written for them looks for it.
+_UNBATCHED = "Expanded Weights expected input with a batch dimension"
+_UNBATCHED_LINEAR = "Input does not have a batch dimension. Expanded Weights expected input of at least rank 2"
+_UNBATCHED_IDS = "Expanded Weights needs an input with a batch size"
+_UNBATCHED_IMAGES = "Expanded Weights only support convolution with batched input"
+_NORMALISED_SAMPLES = (
+    "Expanded Weights: Layer norm should not normalize over batch dimension for per sample gradient computations"
+)
+
+
+def _stays(
+    func: Callable[..., Any], ndim: int = 1, behind: int = 0, exactly: bool = False, words: str = _UNBATCHED
+) -> Place:
     """The batch stays in its dim; data have at least (or exactly) so many dims, and so many behind the batch."""
 
     def place(arguments: Arguments, result: Any, samples: Samples) -> None:
         x, least = _first(arguments), max(ndim, samples.dim + 1 + behind)
         if x.ndim < least or (exactly and x.ndim != least):
-            raise RuntimeError(
-                f"{name_of(func)} with expanded weights expects batched data of {'' if exactly else 'at least '}"
-                f"{least} dims, but got {x.ndim}, of shape {tuple(x.shape)}"
-            )
+            raise _unbatched(words, func, x, least, exactly)
         if x.shape[samples.dim] != samples.batch:
             raise RuntimeError(
-                f"{name_of(func)} was given data of shape {tuple(x.shape)}, with {x.shape[samples.dim]} samples in dim "
-                f"{samples.dim}, and expanded weights of batch size {samples.batch}"
+                f"Expected ExpandedWeights to have batch size matching input, but {name_of(func)} was given data of "
+                f"shape {tuple(x.shape)}, with {x.shape[samples.dim]} samples in dim {samples.dim}, and Expanded "
+                f"Weights of batch size {samples.batch}"
             )
         samples.tell_dim(result, samples.dim)
 
     return place
 
 
+def _unbatched(words: str, func: Callable[..., Any], x: Tensor, dims: int, exactly: bool = True) -> RuntimeError:
+    return RuntimeError(
+        f"{words}: {name_of(func)} with expanded weights expects batched data of {'' if exactly else 'at least '}"
+        f"{dims} dims, but got {x.ndim}, of shape {tuple(x.shape)}"
+    )
+
+
 def _normalised(func: Callable[..., Any]) -> Place:
     def place(arguments: Arguments, result: Any, samples: Samples) -> None:
         over = _argument(arguments, 1, "normalized_shape")
-        _stays(func, behind=len(over))(arguments, result, samples)
+        _stays(func, behind=len(over), words=_NORMALISED_SAMPLES)(arguments, result, samples)
 
     return place
 
@@ -62,8 +79,9 @@ def _batch_norm(arguments: Arguments, result: Any, samples: Samples) -> None:
     training, mean = _argument(arguments, 5, "training", False), _argument(arguments, 1, "running_mean")
     if training or mean is None:
         raise RuntimeError(
-            "batch_norm with the statistics of the batch lets samples interact: a sample has no gradient of its own. "
-            "Use the running statistics (eval mode), or GroupNorm"
+            "Expanded Weights encountered but cannot handle function batch_norm with the statistics of the batch, by "
+            "which samples interact: a sample has no gradient of its own. Use the running statistics (eval mode), or "
+            "GroupNorm"
         )
     _stays(F.batch_norm, ndim=2)(arguments, result, samples)
 
@@ -72,8 +90,8 @@ def _bags(arguments: Arguments, result: Any, samples: Samples) -> None:
     """One bag per sample."""
     if len(result) != samples.batch:
         raise RuntimeError(
-            f"embedding_bag made {len(result)} bags for expanded weights of batch size {samples.batch}: expected one "
-            f"bag per sample"
+            f"Expected ExpandedWeights to have batch size matching input, but embedding_bag made {len(result)} bags "
+            f"for Expanded Weights of batch size {samples.batch}: expected one bag per sample"
         )
     samples.tell_dim(result, 0)
 
@@ -134,10 +152,7 @@ def _batched_images(func: Callable[..., Any], d: int) -> Place:
     def place(arguments: Arguments, result: Any, samples: Samples) -> None:
         x = _first(arguments)
         if x.ndim != d + 2 and samples.of_input(x) is not None:
-            raise RuntimeError(
-                f"{name_of(func)} with expanded weights expects batched data of {d + 2} dims, but got {x.ndim}, of "
-                f"shape {tuple(x.shape)}"
-            )
+            raise _unbatched(_UNBATCHED_IMAGES, func, x, d + 2)
         follow(arguments, result, samples)
 
     return place
@@ -147,11 +162,12 @@ def _register() -> None:
     for d in (1, 2, 3):
         for name in (f"conv{d}d", f"conv_transpose{d}d"):
             function = getattr(F, name)
-            alone = _stays(function, ndim=d + 2, exactly=True)
+            alone = _stays(function, ndim=d + 2, exactly=True, words=_UNBATCHED_IMAGES)
             enter(function, Shipped(alone, dim=0, inside=_batched_images(function, d)))
-    enter(F.linear, Shipped(_stays(F.linear, behind=1), inside=_keeps(lambda n: [*range(n - 1), None])))
+    rows = _stays(F.linear, behind=1, words=_UNBATCHED_LINEAR)
+    enter(F.linear, Shipped(rows, inside=_keeps(lambda n: [*range(n - 1), None])))
     enter(F.bilinear, Shipped(_stays(F.bilinear, behind=1)))
-    enter(F.embedding, Shipped(_stays(F.embedding), inside=_keeps(range)))
+    enter(F.embedding, Shipped(_stays(F.embedding, words=_UNBATCHED_IDS), inside=_keeps(range)))
     enter(F.prelu, Shipped(_stays(F.prelu)))
     enter(F.embedding_bag, Shipped(_bags, dim=0))
     for name in ("layer_norm", "rms_norm"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..factors import Dense, Factor
@@ -29,7 +30,7 @@ def is_batch_first(expanded_args_and_kwargs: Sequence[Any]) -> bool | None:
     """Whether the batch is dim 0, as all expanded weights among the arguments say; None if there is none."""
     said = {arg.batch_first for arg in expanded_args_and_kwargs if isinstance(arg, ExpandedWeight)}
     if len(said) > 1:
-        raise RuntimeError("the expanded weights of one function disagree on batch_first")
+        raise RuntimeError("Got conflicting batch_first arguments in the same layer, from its expanded weights")
     return said.pop() if said else None
 
 
@@ -45,23 +46,49 @@ def check_data(func: Callable[..., Any], data: Any, values: Sequence[Any]) -> No
     """Refuse data that do not carry the batch of the expanded weights among ``values``."""
     weights = [value for value in values if isinstance(value, ExpandedWeight)]
     dim = 0 if is_batch_first(values) in (True, None) else 1
-    if isinstance(data, ExpandedWeight) or not isinstance(data, Tensor):
+    if isinstance(data, ExpandedWeight):
         raise RuntimeError(
-            f"{name_of(func)} with expanded weights needs a tensor of data as its first argument, "
-            f"not {type(data).__name__}"
+            f"Expanded Weights do not support inputs that are also ExpandedWeights. The first argument of "
+            f"{name_of(func)} must be a plain tensor of data"
+        )
+    if not isinstance(data, Tensor):
+        raise RuntimeError(
+            f"Expanded Weights requires a Tensor as the first input to get the batch dimension, got "
+            f"{type(data).__name__} in function {name_of(func)}"
+        )
+    if not data.ndim:
+        raise RuntimeError(
+            f"Expanded Weights requires a batch dimension but got an input of size 0 in function {name_of(func)}: data "
+            f"of shape ()"
         )
     if data.ndim <= dim:
         raise RuntimeError(
-            f"{name_of(func)} was given data of shape {tuple(data.shape)}, which have no batch dim {dim}"
+            f"Expanded Weights requires a batch dimension but {name_of(func)} was given data of shape "
+            f"{tuple(data.shape)}, which have no batch dim {dim}"
         )
     if len({weight.loss_reduction for weight in weights}) > 1:
-        raise RuntimeError(f"the expanded weights given to {name_of(func)} disagree on loss_reduction")
-    found = data.shape[dim]
-    for weight in weights:
-        if found > weight.batch_size or (found < weight.batch_size and not weight.allow_smaller_batches):
-            raise RuntimeError(
-                f"{name_of(func)} was given {found} samples, and an expanded weight of batch size {weight.batch_size}"
-            )
+        raise RuntimeError(
+            f"Expected ExpandedWeights to all have the same loss_reduction argument, but those given to "
+            f"{name_of(func)} disagree on it"
+        )
+    _check_count(func, data.shape[dim], weights)
+
+
+def _check_count(func: Callable[..., Any], found: int, weights: Sequence[ExpandedWeight]) -> None:
+    """Refuse another number of samples than the weights have; none is a number that they may have."""
+    sizes = [
+        w.batch_size for w in weights if found > w.batch_size or (found < w.batch_size and not w.allow_smaller_batches)
+    ]
+    if not found and (sizes or not weights):
+        raise RuntimeError(
+            f"0 is not a valid batch size for Expanded Weights, unless it is their own: {name_of(func)} was given no "
+            f"sample, and expanded weights of batch sizes {sizes}"
+        )
+    if sizes:
+        raise RuntimeError(
+            f"Expected ExpandedWeights to have batch size matching input, but {name_of(func)} was given {found} "
+            f"samples, and an ExpandedWeight of batch size {sizes[0]}"
+        )
 
 
 def _original(value: Any) -> Any:
@@ -75,8 +102,9 @@ def unpack_expanded_weight_or_tensor(maybe_expanded_weight: Any, func: Callable[
     if isinstance(maybe_expanded_weight, Tensor):
         if maybe_expanded_weight.requires_grad:
             raise RuntimeError(
-                f"a rule for expanded weights was given a plain tensor of shape {tuple(maybe_expanded_weight.shape)} "
-                f"that requires grad in place of a weight; its gradient would be lost"
+                f"ExpandedWeights currently does not support a mixture of ExpandedWeight parameters and normal "
+                f"Parameters in a ported rule, given a plain tensor of shape {tuple(maybe_expanded_weight.shape)} that "
+                f"requires grad, whose gradient would be lost"
             )
         return func(maybe_expanded_weight)
     return None
@@ -88,12 +116,33 @@ def maybe_scale_by_batch_size(grad_sample: Tensor, expanded_weight: ExpandedWeig
 
 
 def set_grad_sample_if_exists(maybe_expanded_weight: Any, per_sample_grad_fn: Callable[[Tensor], Tensor]) -> None:
-    """Hand over the per-sample gradients of one use of a weight; nothing happens for what is no expanded weight."""
+    """Hand over the per-sample gradients of one use of a weight; nothing happens for what is no expanded weight.
+
+    A weight by itself takes values of any shape, as PyTorch's does (norms, say); in a module, they are combined with
+    those of other uses, and must be of the weight's shape.
+    """
     unpacked = unpack_expanded_weight_or_tensor(maybe_expanded_weight)
     if isinstance(maybe_expanded_weight, ExpandedWeight):
         weight, value = maybe_expanded_weight, per_sample_grad_fn(unpacked)
-        check_shape("a rule", weight, tuple(value.shape))
-        hand_over(weight, Dense(value))
+        if weight.samples is None and tuple(value.shape[1:]) != tuple(weight.orig_weight.shape):
+            _add_values(weight, value)
+        else:
+            check_shape("a rule", weight, tuple(value.shape))
+            hand_over(weight, Dense(value))
+
+
+def _add_values(weight: ExpandedWeight, value: Tensor) -> None:
+    """Values of another shape than the weight's, one per sample; missing ones are those of the last samples."""
+    if value.ndim == 0 or len(value) > weight.batch_size:
+        raise RuntimeError(
+            f"a rule gave per-sample values of shape {tuple(value.shape)} for an ExpandedWeight of batch size "
+            f"{weight.batch_size}: expected that many rows"
+        )
+    value = maybe_scale_by_batch_size(value, weight)
+    missing = value.new_zeros(weight.batch_size - len(value), *value.shape[1:])
+    value = torch.cat([value, missing]) if len(missing) else value
+    before = getattr(weight.orig_weight, "grad_sample", None)
+    weight.orig_weight.grad_sample = value if before is None else before + value  # type: ignore[attr-defined]
 
 
 def check_shape(what: str, weight: ExpandedWeight, shape: tuple[int, ...]) -> None:

@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, product
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 from torch.nn.utils.rnn import PackedSequence
 
-from .._errors import UnsupportedError
+from .._errors import InteractionError, UnsupportedError
 from ..graph.layout import Block, Labels, Layout, Shape, carry, join, strides
 from ..graph.plan import Plan
 from ..graph.roots import Roots, slot_of
@@ -37,14 +37,26 @@ class UnknownBatch(UnsupportedError):
 
 
 class Disagreement(Exception):
-    """A reading of the results contradicts what is known inside."""
+    """A reading of the results contradicts what is known inside; ``op`` is the function that moved samples, if any."""
+
+    def __init__(self, op: str | None = None) -> None:
+        super().__init__(op)
+        self.op = op
+
+
+class Verdict(NamedTuple):
+    """Where a result of data carries its samples, as far as can be seen."""
+
+    layout: Layout | None = None
+    op: str | None = None  # the function that put samples elsewhere than in a dim of their own, or made them interact
+    interact: bool = False
 
 
 class Data(Protocol):
     """Data that were computed from the inputs of a call, and met weights."""
 
-    def found(self, choices: Callable[[Shape], Sequence[Layout]], known: Collection[Slot]) -> dict[Slot, Layout]:
-        """Results of data and weights that are not known yet, and where their samples lie."""
+    def found(self, choices: Callable[[Shape], Sequence[Layout]], known: Collection[Slot]) -> dict[Slot, Verdict]:
+        """Results of data and weights, but those of unchanged inputs that are known."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +75,7 @@ class Samples:
     batch: int
     dim: int  # of the batch, in inputs and results
     known: dict[Slot, Layout] = field(default_factory=dict)
+    moved: dict[Slot, Verdict] = field(default_factory=dict)  # data whose samples are in another order, or in many dims
     shared: set[Slot] = field(default_factory=set)  # results that were computed from weights alone
     inputs: Sequence[Tensor] = ()  # of the call, those with a batch
     data: Data | None = None  # computed from them
@@ -208,10 +221,21 @@ class Samples:
     def settle(self, tape: Tape) -> None:
         """Find out what was left until now: from data run again, or else from inputs that nodes have saved."""
         if self.data is not None:
-            self.known.update(self.data.found(self.choices, self.known))
+            found = {slot: v for slot, v in self.data.found(self.choices, self.known).items() if slot[0] in tape.edges}
             self.data = None
+            ops = dict.fromkeys(verdict.op for verdict in found.values() if verdict.interact and verdict.op)
+            if ops:
+                error = InteractionError()
+                error.ops = tuple(ops)
+                raise error
+            self.known.update({slot: v.layout for slot, v in found.items() if isinstance(v.layout, Block)})
+            self.moved.update({slot: v for slot, v in found.items() if isinstance(v.layout, Labels)})
             if not self.known:
                 self.known.update(self._saved(tape))
+
+    def evidence(self) -> dict[Slot, Layout]:
+        """All that is known inside."""
+        return {**self.known, **{slot: v.layout for slot, v in self.moved.items() if v.layout is not None}}
 
     def _saved(self, tape: Tape) -> Iterator[tuple[Slot, Layout]]:
         """Results of ops that were given an input of the call, though no function of weights was seen to be."""
@@ -231,12 +255,12 @@ class Samples:
         Evidence is needed for what was not promised; with ``follow``, for everything, if the data can give any.
         """
         agreed: set[Node] = set()
-        for slot, layout in self.known.items():
+        for slot, layout in self.evidence().items():
             state = plan.map.cotangents.get(slot)
             if state is Flow.MIXED or (
                 isinstance(state, Layout) and join(state, layout, plan.tape.shape(slot)) is None
             ):
-                raise Disagreement
+                raise Disagreement(self.moved[slot].op if slot in self.moved else None)
             agreed.update([slot[0]] if isinstance(state, Layout) else [])  # what looks like a batch may be shared
         for slot, promised in zip(reading.roots.slots, reading.promised, strict=True):
             needed = not promised or (follow and bool(self.known))

@@ -49,18 +49,19 @@ class ExpandedWeight(Tensor):
 
     def __new__(cls, orig_weight: Tensor, batch_size: int, loss_reduction: str) -> ExpandedWeight:
         if not isinstance(orig_weight, Tensor):
-            raise RuntimeError(f"an ExpandedWeight stands for a tensor, not for a {type(orig_weight).__name__}")
+            raise RuntimeError(f"Can only make Expanded Weights of Tensors, got {type(orig_weight).__name__}")
         if isinstance(orig_weight, ExpandedWeight):
-            raise RuntimeError("an ExpandedWeight stands for a weight, not for another ExpandedWeight")
+            raise RuntimeError("Can only make Expanded Weights of weights, got another ExpandedWeight")
         if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 0:
             raise RuntimeError(f"batch_size must be a whole number of samples, not {batch_size!r}")
         if not orig_weight.requires_grad:
-            raise RuntimeError(
-                f"an ExpandedWeight stands for a tensor that requires grad; this one of shape "
-                f"{tuple(orig_weight.shape)} does not"
+            raise RuntimeError(  # in the words of all releases of PyTorch, which have changed
+                f"Can only build ExpandedWeights objects of tensors that require_grad, got one of shape "
+                f"{tuple(orig_weight.shape)} that does not: call requires_grad_() on it. (Can only build "
+                f"ExpandedWeights objects of tensors that requires_grad)"
             )
         if loss_reduction not in ("sum", "mean"):
-            raise RuntimeError(f"loss_reduction must be 'sum' or 'mean', not {loss_reduction!r}")
+            raise RuntimeError(f"Expected loss_reduction argument to be sum or mean, got {loss_reduction!r}")
         made = cls._make(orig_weight.detach().requires_grad_())
         made.sources, made.working = (), Flag()
         made.leaf.register_hook(partial(_refuse, made.working, tuple(orig_weight.shape)))
