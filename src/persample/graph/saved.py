@@ -218,6 +218,20 @@ def _in_checkpoint(node: Node) -> bool:
     return False
 
 
+class _Task(torch.autograd.Function):
+    """Runs a function inside a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, fn: Callable[[], None]) -> Tensor:
+        ctx.fn = fn
+        return anchor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+        ctx.fn()
+        return grads[0], None
+
+
 def in_own_task(fn: Callable[[], None], *, keep_graph: bool = False) -> None:
     """Call ``fn`` inside a backward that is separate from the one under way.
 
