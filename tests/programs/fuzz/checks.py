@@ -1,0 +1,138 @@
+"""What is asked of every program. A printed program carries the text of what it failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+import persample as ps
+
+from .vocabulary import POKE
+
+Make = Callable[[], tuple[Tensor, list[Tensor]]]
+
+
+def rows(losses: Tensor, params: list[Tensor]) -> list[Tensor]:
+    """The definition: one backward per loss."""
+    found = [torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True) for loss in losses.unbind()]
+    dense = [[torch.zeros_like(p) if g is None else g for p, g in zip(params, row, strict=True)] for row in found]
+    return [torch.stack(stack) for stack in zip(*dense, strict=True)] or [p.new_zeros((0, *p.shape)) for p in params]
+
+
+def same(what: str, got: Tensor, want: Tensor, slack: Tensor | float = 0.0) -> None:
+    """Raise unless every row is within rounding of its own largest element, or within the slack."""
+    assert got.shape == want.shape, f"{what} has shape {tuple(got.shape)}, not {tuple(want.shape)}"
+    assert got.dtype == want.dtype, f"{what} has dtype {got.dtype}, not {want.dtype}"
+    if got.numel():
+        error = (got - want).abs().unsqueeze(-1).flatten(1).amax(1).double()
+        allowed = 1e-7 * want.abs().unsqueeze(-1).flatten(1).amax(1).double() + 1e-12 + slack
+        text = f"{what} differs by {error.tolist()} where {allowed.tolist()} is allowed:\n{got}\nnot\n{want}"
+        assert bool((error <= allowed).all()), text
+
+
+def rounding(make: Make, want: list[Tensor]) -> list[Tensor]:
+    """How far the definition in a narrow dtype is from that in float64, with a margin, for every row."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    exact = rows(*make())
+    torch.set_default_dtype(dtype)
+    per_row = [
+        torch.stack([(g - e).abs().flatten(1).amax(1), torch.finfo(dtype).eps * e.abs().flatten(1).amax(1)]).amax(0) * 64
+        for g, e in ((g.to(e.dtype).unsqueeze(-1), e.unsqueeze(-1)) for g, e in zip(want, exact, strict=True))
+        if g.numel()
+    ]
+    return [torch.stack(per_row).amax(0) + 1e-30] * len(want) if per_row else [torch.zeros(())] * len(want)
+
+
+def flat_norms(want: list[Tensor]) -> Tensor:
+    """The norm of every sample's gradient."""
+    wide = [g.abs().unsqueeze(-1).flatten(1).to(torch.promote_types(g.abs().dtype, torch.float32)) for g in want]
+    return torch.cat(wide, 1).norm(dim=1)
+
+
+def check_grad(losses: Tensor, params: list[Tensor], want: list[Tensor], slack: list[Tensor], make: Make) -> None:
+    """Every row of every parameter."""
+    got = ps.grad(losses, params, retain_graph=True)
+    for k, (g, e) in enumerate(zip(got, want, strict=True)):
+        same(f"ps.grad of parameter {k}", g, e, slack[k] if slack else 0.0)
+
+
+def check_part(losses: Tensor, params: list[Tensor], want: list[Tensor], slack: list[Tensor], make: Make) -> None:
+    """One parameter alone."""
+    for k in range(0, len(params), 2):
+        same(f"ps.grad of parameter {k} alone", ps.grad(losses, [params[k]], retain_graph=True)[0], want[k], slack[k] if slack else 0.0)
+
+
+def check_norms(losses: Tensor, params: list[Tensor], want: list[Tensor], slack: list[Tensor], make: Make) -> None:
+    """Norms, which are computed without the rows where that is faster."""
+    size = sum(p.numel() for p in params) ** 0.5
+    got = ps.norms(losses, params, retain_graph=True)
+    same("ps.norms", got, flat_norms(want).to(got.dtype), 10 * size * slack[0] if slack else 1e-9)
+
+
+def check_clipped(losses: Tensor, params: list[Tensor], want: list[Tensor], slack: list[Tensor], make: Make) -> None:
+    """A clipped sum that clips about half of the samples."""
+    norms = flat_norms(want)
+    bound = float(norms.median()) + 1e-3 if len(norms) else 1.0
+    weights = (bound / norms).clamp(max=1)
+    got = ps.clipped_sum(losses, params, max_norm=bound, retain_graph=True)
+    for k, (g, e) in enumerate(zip(got, want, strict=True)):
+        total = torch.tensordot(weights.to(e.dtype), e, 1)
+        same(f"ps.clipped_sum of parameter {k}", g.flatten()[None], total.flatten()[None], 10 * slack[k].sum() if slack else 1e-8)
+
+
+def check_backward(losses: Tensor, params: list[Tensor], want: list[Tensor], slack: list[Tensor], make: Make) -> None:
+    """A clipped sum that is left in `.grad`."""
+    for p in params:
+        p.grad = None
+    ps.backward(losses, params, ps.ClippedSum(1.0), retain_graph=True)
+    weights = (1 / flat_norms(want)).clamp(max=1)
+    for k, (p, e) in enumerate(zip(params, want, strict=True)):
+        got = torch.zeros_like(p) if p.grad is None else p.grad
+        total = torch.tensordot(weights.to(e.dtype), e, 1)
+        same(f"ps.backward of parameter {k}", got.flatten()[None], total.flatten()[None], 10 * slack[k].sum() if slack else 1e-8)
+
+
+def check_reduce(losses: Tensor, params: list[Tensor], want: list[Tensor], slack: list[Tensor], make: Make) -> None:
+    """Several reductions of one backward."""
+    coefficients = torch.linspace(-1, 1, len(losses), dtype=losses.dtype)
+    stack, norms, total, gram = ps.reduce(
+        losses, params, ps.Stack(), ps.Norms("parameter"), ps.WeightedSum(coefficients), ps.Gram(), retain_graph=True
+    )
+    loose = 10 * slack[0].sum() if slack else 1e-8
+    flat = torch.cat([torch.view_as_real(e).flatten(1) if e.is_complex() else e.unsqueeze(-1).flatten(1) for e in want], 1)
+    for k, e in enumerate(want):
+        same(f"ps.Stack of parameter {k}", stack[k], e, slack[k] if slack else 0.0)
+        same(f"ps.Norms of parameter {k}", norms[k], flat_norms([e]).to(norms[k].dtype), (e[0].numel() if len(e) else 1) * loose)
+        summed = torch.tensordot(coefficients.to(e.dtype), e, 1)
+        same(f"ps.WeightedSum of parameter {k}", total[k].flatten()[None], summed.flatten()[None], loose)
+    same("ps.Gram", gram, (flat @ flat.t()).to(gram.dtype), loose * (1 + float(flat.abs().sum())))
+
+
+def affected(losses: Tensor, want: list[Tensor], make: Make, batch: int) -> list[list[int]]:
+    """For every sample the losses that change, in value or gradient, when its data change a little."""
+    found = []
+    for j in range(batch):
+        POKE["sample"] = j
+        try:
+            others, params = make()
+            moved = [others.detach(), *rows(others, params)]
+        finally:
+            POKE.clear()
+        pairs = list(zip([losses.detach(), *want], moved, strict=True))
+        apart = [
+            any(bool(((a[i] - b[i]).abs() > 1e-11 + 1e-9 * a[i].abs().amax()).any()) for a, b in pairs if a[i].numel())
+            for i in range(len(losses))
+        ]
+        found.append([i for i, yes in enumerate(apart) if yes])
+    return found
+
+
+def check_independent(losses: Tensor, params: list[Tensor], want: list[Tensor], slack: list[Tensor], make: Make) -> None:
+    """Samples that pass as independent are."""
+    got = ps.norms(losses, params, retain_graph=True, independent=True)
+    same("ps.norms with independent=True", got, flat_norms(want).to(got.dtype), 1e-9)
+    meet = {j: who for j, who in enumerate(affected(losses, want, make, len(losses))) if len(who) > 1}
+    assert not meet, f"independent=True raised nothing, but losses change with other samples' data: {meet}"

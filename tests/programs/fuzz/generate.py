@@ -1,0 +1,54 @@
+"""A random program from a seed."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.modes import default_dtype
+
+from . import layers, meetings, moves  # noqa: F401  (their ops register themselves)
+from .endings import end
+from .script import CHECKS, Run, Script
+from .writer import MIXING, OPS, CannotBeWritten, Writer
+
+LONGEST = 12
+COMMON = ["linear", "broadcast", "elementwise"]
+
+
+def generate(seed: int) -> Script | None:
+    """A program, or None if nothing came of this seed."""
+    with default_dtype(torch.float64):
+        torch.manual_seed(seed)
+        w = Writer(seed)
+        w.env["flag"] = True
+        names = [name for name in OPS if w.mix or name not in MIXING]
+        # Few kinds of ops in each program: they meet more often than if all were equally likely.
+        chosen = w.random.sample(names, min(len(names), w.whole(3, 12))) + w.random.sample(COMMON, 1)
+        w.attempt(OPS["new_data"])
+        for _ in range(w.pick([1, 1, 2, 2, 3, 3, 4, 5, 6, 8, LONGEST])):
+            w.step(chosen)
+        if not any(v.tensor.requires_grad for v in w.values):
+            w.attempt(OPS[w.pick(COMMON[:2])])
+        if not any(w.attempt(end) for _ in range(6)):
+            return None
+    return Script(tuple(w.lines), _asked(w), _runs(w, seed), _checks(w))
+
+
+def _asked(w: Writer) -> tuple[str, ...]:
+    """Which parameters are asked for: most of them."""
+    if w.chance(0.7):
+        return tuple(w.leaves)
+    return tuple(p for p in w.leaves if w.chance(0.6)) or tuple(w.leaves[:1])
+
+
+def _runs(w: Writer, seed: int) -> tuple[Run, ...]:
+    dtype = "float64" if w.chance(0.85) else w.pick(["float32", "float32", "float32", "bfloat16"])
+    runs = [Run(seed, True, dtype)]
+    if w.chance(0.3):
+        runs.append(Run(seed + 1, w.chance(0.3), w.pick([dtype, dtype, "float64"])))
+    return tuple(runs)
+
+
+def _checks(w: Writer) -> tuple[str, ...]:
+    others = [name for name in CHECKS if name not in ("grad", "independent")]
+    return ("grad", w.pick(others), *(["independent"] if w.chance(0.6) else []))

@@ -1,0 +1,188 @@
+"""A program as text: run, compared with the definition, and printed as a script of its own."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import persample as ps
+from tests.modes import default_dtype
+
+from . import checks, vocabulary
+from .writer import NAMES
+
+CHECKS: dict[str, Callable[..., None]] = {
+    name.removeprefix("check_"): fn for name, fn in vars(checks).items() if name.startswith("check_")
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a program: where its random numbers begin, its flag, its dtype."""
+
+    seed: int
+    flag: bool = True
+    dtype: str = "float64"
+
+
+@dataclass(frozen=True)
+class Script:
+    """Statements that compute `losses`, the parameters asked for, the runs and what is checked in each."""
+
+    lines: tuple[str, ...]
+    params: tuple[str, ...]
+    runs: tuple[Run, ...]
+    checks: tuple[str, ...]
+
+    @property
+    def program(self) -> str:
+        """The program as a function."""
+        listed = ", ".join(f"*{p}.parameters()" if p[0] == "m" else p for p in self.params)
+        body = [*self.lines, f"return losses, [{listed}]"]
+        return "def program(flag):\n" + "".join(f"    {line}\n" for text in body for line in text.split("\n"))
+
+    @property
+    def text(self) -> str:
+        """A script of its own that fails as the program did."""
+        words = {node.id for node in ast.walk(ast.parse(self.program)) if isinstance(node, ast.Name)}
+        words |= {"draw", "POKE"}
+        helpers = [thing for name, thing in vars(vocabulary).items() if name in words and callable(thing)]
+        (check,) = self.checks
+        used = [checks.rows, checks.same, checks.rounding, checks.flat_norms, checks.affected]
+        needed = "\n".join(inspect.getsource(CHECKS[check]) for _ in (0,))
+        parts = [fn for fn in used if fn.__name__ in needed or fn in (checks.rows, checks.same)]
+        narrow = any(run.dtype != "float64" for run in self.runs)
+        if narrow:
+            parts.append(checks.rounding)
+        sources = "\n\n".join(inspect.getsource(thing) for thing in dict.fromkeys([*helpers, *parts, CHECKS[check]]))
+        runs = ", ".join(f"({run.seed}, {run.flag}, torch.{run.dtype})" for run in self.runs)
+        slack = "rounding(make, want) if dtype != torch.float64 else []" if narrow else "[]"
+        return (
+            f"from __future__ import annotations\n{IMPORTS}\n\nPOKE = {{}}\n\n\n{sources}\n\n{self.program}\n\n"
+            f"for seed, flag, dtype in [{runs}]:\n"
+            f"    torch.set_default_dtype(dtype)\n\n"
+            f"    def make():\n        torch.manual_seed(seed)\n        losses, params = program(flag)\n"
+            f"        return losses, [p for p in params if p.requires_grad]\n\n"
+            f"    losses, params = make()\n    want = rows(losses, params)\n"
+            f"    check_{check}(losses, params, want, {slack}, make)\n"
+        )
+
+
+IMPORTS = """from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import persample as ps"""
+
+
+class Finding(Exception):
+    """Something is wrong: in which check, and how."""
+
+    def __init__(self, check: str, kind: str, detail: str) -> None:
+        super().__init__(check, kind, detail)
+        self.check, self.kind, self.detail = check, kind, detail
+
+
+class Invalid(Exception):
+    """The program itself does not run, or its gradients are not finite."""
+
+
+def maker(script: Script, run: Run) -> checks.Make:
+    """Runs the program from the same random state every time."""
+    env: dict[str, Any] = dict(NAMES)
+    exec(compile(script.program, "<program>", "exec"), env)
+
+    def make() -> tuple[Tensor, list[Tensor]]:
+        torch.manual_seed(run.seed)
+        losses, params = env["program"](run.flag)
+        return losses, [p for p in params if p.requires_grad]
+
+    return make
+
+
+def evaluate(script: Script) -> dict[str, int]:
+    """Run all checks; how many were exact and how many refused. Raises Finding or Invalid."""
+    counts = {"exact": 0, "refused": 0, "interacting": 0}
+    for run in script.runs:
+        with default_dtype(getattr(torch, run.dtype)):
+            _run(script, run, counts)
+    return counts
+
+
+def _run(script: Script, run: Run, counts: dict[str, int]) -> None:
+    try:
+        make = maker(script, run)
+        losses, params = make()
+        want = checks.rows(losses, params)
+    except Exception as error:
+        raise Invalid(str(error)) from error
+    if losses.ndim != 1 or not params or not all(bool(g.isfinite().all()) for g in want):
+        raise Invalid("no losses, no parameters or no finite gradients")
+    for name in script.checks:
+        if name == "independent" and (run.dtype != "float64" or hidden(script.lines)):
+            continue
+        counts[_ask(name, losses, params, want, make)] += 1
+
+
+def _ask(name: str, losses: Tensor, params: list[Tensor], want: list[Tensor], make: checks.Make) -> str:
+    """The outcome of one check."""
+    slack = []
+    if torch.get_default_dtype() != torch.float64:
+        try:
+            slack = checks.rounding(make, want)
+        except Exception as error:
+            raise Invalid(str(error)) from error
+    try:
+        CHECKS[name](losses, params, want, slack, make)
+    except ps.UnsupportedError:
+        return "refused"
+    except ps.NonFiniteError:
+        return "refused"
+    except ps.InteractionError as error:
+        if name == "independent":
+            return "interacting"
+        raise Finding(name, "InteractionError", str(error)) from error
+    except AssertionError as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        if "persample/src" not in frames[-1].filename and "/persample/" not in frames[-1].filename:
+            raise Finding(name, "mismatch", str(error)) from error
+        raise Finding(name, _where(error), str(error)) from error
+    except Exception as error:
+        raise Finding(name, _where(error), str(error)) from error
+    return "exact"
+
+
+def _where(error: Exception) -> str:
+    """An exception's type and the function of the library that it came from."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/persample/" in f.filename]
+    return f"{type(error).__name__} in {frames[-1].name}" if frames else type(error).__name__
+
+
+MOVES = {"movedim", "transpose", "unsqueeze", "flatten", "unflatten", "requires_grad_", "data", "ids", "t", "permute"}
+
+
+def hidden(lines: Sequence[str]) -> bool:
+    """Whether data meet before a weight joins them: what the graph cannot show, and nobody promises to see."""
+    for statement in ast.parse("\n".join(lines)).body:
+        names = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+        if any(n[0] in "xi" and n[1:].isdigit() for n in names) and not any(n[0] in "whml" and n[1:].isdigit() for n in names):
+            calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
+            called = {c.func.attr if isinstance(c.func, ast.Attribute) else getattr(c.func, "id", "") for c in calls}
+            if not called <= MOVES or any(isinstance(node, ast.BinOp | ast.Subscript) for node in ast.walk(statement)):
+                return True
+    return False
+
+
+def only(script: Script, finding: Finding) -> Script:
+    """The script with the one check that failed."""
+    return replace(script, checks=(finding.check,))

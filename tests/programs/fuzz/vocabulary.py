@@ -1,0 +1,125 @@
+"""What random programs are written in besides PyTorch. A printed program carries the text of what it uses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+POKE: dict[str, int] = {}  # {"sample": j} while the data of sample j are a little different
+
+
+def draw(*shape: int) -> Tensor:
+    """The same numbers in every dtype."""
+    return torch.randn(shape, dtype=torch.float64).to(torch.get_default_dtype())
+
+
+def weight(*shape: int) -> Tensor:
+    """A parameter."""
+    return (draw(*shape) * 0.6).requires_grad_()
+
+
+def complex_weight(*shape: int) -> Tensor:
+    """A complex parameter."""
+    return torch.complex(draw(*shape) * 0.6, draw(*shape) * 0.6).requires_grad_()
+
+
+def fresh(module: nn.Module) -> Any:
+    """A module whose parameters are the same numbers in every dtype."""
+    for p in module.parameters():
+        p.data.copy_(draw(*p.shape) * 0.5)
+    return module
+
+
+def data(*shape: int, batch: int = 0) -> Tensor:
+    """Data of the samples, which lie along one dim."""
+    x = draw(*shape)
+    if POKE:
+        x.select(batch, POKE["sample"]).mul_(1 + 1e-5).add_(1e-5)
+    return x
+
+
+def ids(*shape: int, high: int, batch: int = 0) -> Tensor:
+    """Whole numbers below `high` for every sample, along one dim."""
+    x = torch.randint(high, shape)
+    if POKE:
+        part = x.select(batch, POKE["sample"])
+        part.copy_((part + 1) % high)
+    return x
+
+
+class Scale(torch.autograd.Function):
+    """Linear, written by hand."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 0.7
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * 0.7
+
+
+class Shorten(torch.autograd.Function):
+    """The identity, with a backward that is not linear: long cotangents along the last dim are made shorter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g / (1 + g.square().sum(-1, keepdim=True))
+
+
+class Whole(torch.autograd.Function):
+    """The identity, with a backward that looks at the whole cotangent."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g / (1 + g.norm())
+
+
+class InPlace(torch.autograd.Function):
+    """The identity, with a backward that writes into its cotangent."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g.mul_(2)
+
+
+class Mm(torch.autograd.Function):
+    """A product, named like PyTorch's own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return g @ w.t(), x.reshape(-1, x.shape[-1]).t() @ g.reshape(-1, g.shape[-1])
+
+
+class Mul(torch.autograd.Function):
+    """A product of elements, named like PyTorch's own; the weight has the shape of the last dim."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return g * w, (g * x).reshape(-1, w.shape[-1]).sum(0)
