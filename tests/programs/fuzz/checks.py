@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 
 import persample as ps
@@ -14,9 +15,24 @@ from .vocabulary import POKE
 Make = Callable[[], tuple[Tensor, list[Tensor]]]
 
 
+def one_row(loss: Tensor, params: list[Tensor]) -> list[Tensor | None]:
+    """One loss's gradients."""
+    try:
+        return list(torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True))
+    except torch.utils.checkpoint.CheckpointError:
+        raise
+    except RuntimeError as error:
+        if "use_reentrant" not in str(error):
+            raise
+    for p in params:
+        p.grad = None
+    loss.backward(retain_graph=True)  # reentrant checkpoints know no other way
+    return [p.grad for p in params]
+
+
 def rows(losses: Tensor, params: list[Tensor]) -> list[Tensor]:
     """The definition: one backward per loss."""
-    found = [torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True) for loss in losses.unbind()]
+    found = [one_row(loss, params) for loss in losses.unbind()]
     dense = [[torch.zeros_like(p) if g is None else g for p, g in zip(params, row, strict=True)] for row in found]
     return [torch.stack(stack) for stack in zip(*dense, strict=True)] or [p.new_zeros((0, *p.shape)) for p in params]
 

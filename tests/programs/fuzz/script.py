@@ -55,9 +55,9 @@ class Script:
         words |= {"draw", "POKE"}
         helpers = [thing for name, thing in vars(vocabulary).items() if name in words and callable(thing)]
         (check,) = self.checks
-        used = [checks.rows, checks.same, checks.rounding, checks.flat_norms, checks.affected]
+        used = [checks.one_row, checks.rows, checks.same, checks.rounding, checks.flat_norms, checks.affected]
         needed = "\n".join(inspect.getsource(CHECKS[check]) for _ in (0,))
-        parts = [fn for fn in used if fn.__name__ in needed or fn in (checks.rows, checks.same)]
+        parts = [fn for fn in used if fn.__name__ in needed or fn in (checks.one_row, checks.rows, checks.same)]
         narrow = any(run.dtype != "float64" for run in self.runs)
         if narrow:
             parts.append(checks.rounding)
@@ -144,9 +144,7 @@ def _ask(name: str, losses: Tensor, params: list[Tensor], want: list[Tensor], ma
             raise Invalid(str(error)) from error
     try:
         CHECKS[name](losses, params, want, slack, make)
-    except ps.UnsupportedError:
-        return "refused"
-    except ps.NonFiniteError:
+    except (ps.UnsupportedError, ps.NonFiniteError):
         return "refused"
     except ps.InteractionError as error:
         if name == "independent":
@@ -158,6 +156,8 @@ def _ask(name: str, losses: Tensor, params: list[Tensor], want: list[Tensor], ma
             raise Finding(name, "mismatch", str(error)) from error
         raise Finding(name, _where(error), str(error)) from error
     except Exception as error:
+        if "has hooks (register_hook)" in str(error):
+            return "refused"
         raise Finding(name, _where(error), str(error)) from error
     return "exact"
 
