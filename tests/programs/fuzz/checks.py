@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import torch
 import torch.utils.checkpoint
-from torch import Tensor
+from torch import Tensor, nn
 
 import persample as ps
 
-from .vocabulary import POKE
+from .vocabulary import POKE, REPLAY
 
 Make = Callable[[], tuple[Tensor, list[Tensor]]]
 
@@ -44,8 +44,8 @@ def same(what: str, got: Tensor, want: Tensor, slack: Tensor | float = 0.0) -> N
     if got.numel():
         error = (got - want).abs().unsqueeze(-1).flatten(1).amax(1).double()
         allowed = 1e-7 * want.abs().unsqueeze(-1).flatten(1).amax(1).double() + 1e-12 + slack
-        text = f"{what} differs by {error.tolist()} where {allowed.tolist()} is allowed:\n{got}\nnot\n{want}"
-        assert bool((error <= allowed).all()), text
+        if not bool((error <= allowed).all()):
+            raise AssertionError(f"{what} differs by {error.tolist()}, and {allowed.tolist()} is allowed:\n{got}\nnot\n{want}")
 
 
 def rounding(make: Make, want: list[Tensor]) -> list[Tensor]:
@@ -127,22 +127,21 @@ def check_reduce(losses: Tensor, params: list[Tensor], want: list[Tensor], slack
     same("ps.Gram", gram, (flat @ flat.t()).to(gram.dtype), loose * (1 + float(flat.abs().sum())))
 
 
-def affected(losses: Tensor, want: list[Tensor], make: Make, batch: int) -> list[list[int]]:
-    """For every sample the losses that change, in value or gradient, when its data change a little."""
-    found = []
-    for j in range(batch):
-        POKE["sample"] = j
+def affected(losses: Tensor, want: list[Tensor], make: Make) -> dict[str, list[int]]:
+    """The losses that change, in value or gradient, when one element of the data does: for some elements."""
+    found = {}
+    for tensor, place in [(t, p) for t in (1, 2, 3) for p in (0.2, 0.8)]:
+        POKE.update(tensor=tensor, place=place, seen=0)
         try:
             others, params = make()
+            if POKE["seen"] < tensor:
+                break
             moved = [others.detach(), *rows(others, params)]
         finally:
             POKE.clear()
-        pairs = list(zip([losses.detach(), *want], moved, strict=True))
-        apart = [
-            any(bool(((a[i] - b[i]).abs() > 1e-11 + 1e-9 * a[i].abs().amax()).any()) for a, b in pairs if a[i].numel())
-            for i in range(len(losses))
-        ]
-        found.append([i for i, yes in enumerate(apart) if yes])
+        pairs = [(a, b) for a, b in zip([losses.detach(), *want], moved, strict=True) if a.numel()]
+        changed = [any(((a - b)[i].abs() > 1e-11 + 1e-9 * a[i].abs().amax()).any() for a, b in pairs) for i in range(len(losses))]
+        found[f"element {place} of data {tensor}"] = [i for i, yes in enumerate(changed) if yes]
     return found
 
 
@@ -150,5 +149,44 @@ def check_independent(losses: Tensor, params: list[Tensor], want: list[Tensor], 
     """Samples that pass as independent are."""
     got = ps.norms(losses, params, retain_graph=True, independent=True)
     same("ps.norms with independent=True", got, flat_norms(want).to(got.dtype), 1e-9)
-    meet = {j: who for j, who in enumerate(affected(losses, want, make, len(losses))) if len(who) > 1}
-    assert not meet, f"independent=True raised nothing, but losses change with other samples' data: {meet}"
+    meet = {place: who for place, who in affected(losses, want, make).items() if len(who) > 1}
+    assert not meet, f"independent=True raised nothing, but several losses depend on the same data: {meet}"
+
+
+class Recorded(nn.Module):
+    """A program as a module that is called with its data."""
+
+    def __init__(self, make: Make) -> None:
+        super().__init__()
+        self.make = make
+        REPLAY["notes"] = notes = {"weights": [], "modules": [], "data": []}
+        try:
+            make()
+        finally:
+            REPLAY.clear()
+        self.data = notes["data"]
+        self.count = len(notes["weights"])
+        self.parts = nn.ModuleList(notes["modules"])
+        for k, w in enumerate(notes["weights"]):
+            setattr(self, f"w{k}", nn.Parameter(w.detach()))
+
+    def forward(self, *data: Tensor) -> Tensor:
+        weights = (getattr(self, f"w{k}") for k in range(self.count))
+        REPLAY.update(weights=weights, modules=iter(self.parts), data=iter(data))
+        try:
+            return self.make()[0]
+        finally:
+            REPLAY.clear()
+
+
+def check_call(losses: Tensor, params: list[Tensor], want: list[Tensor], slack: list[Tensor], make: Make) -> None:
+    """The second way in, by an ordinary backward."""
+    module = Recorded(make)
+    if not len(losses) or not module.data or any(len(x) != len(losses) for x in module.data):
+        return
+    wanted = list(module.parameters())
+    rows_of_module = rows(module(*module.data), wanted)
+    ps.call_for_per_sample_grads(module)(*module.data).sum().backward()
+    for (name, p), e in zip(module.named_parameters(), rows_of_module, strict=True):
+        got = getattr(p, "grad_sample", None)
+        same(f"grad_sample of {name}", torch.zeros_like(e) if got is None else got, e, 1e-9)

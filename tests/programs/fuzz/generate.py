@@ -18,7 +18,7 @@ COMMON = ["linear", "broadcast", "elementwise"]
 def generate(seed: int) -> Script | None:
     """A program, or None if nothing came of this seed."""
     with default_dtype(torch.float64):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         w = Writer(seed)
         w.env["flag"] = True
         names = [name for name in OPS if w.mix or name not in MIXING]

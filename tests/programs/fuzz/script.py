@@ -52,10 +52,10 @@ class Script:
     def text(self) -> str:
         """A script of its own that fails as the program did."""
         words = {node.id for node in ast.walk(ast.parse(self.program)) if isinstance(node, ast.Name)}
-        words |= {"draw", "POKE"}
+        words |= {"draw", "poked", "replayed"}
         helpers = [thing for name, thing in vars(vocabulary).items() if name in words and callable(thing)]
         (check,) = self.checks
-        used = [checks.one_row, checks.rows, checks.same, checks.rounding, checks.flat_norms, checks.affected]
+        used = [checks.one_row, checks.rows, checks.same, checks.rounding, checks.flat_norms, checks.affected, checks.Recorded]
         needed = "\n".join(inspect.getsource(CHECKS[check]) for _ in (0,))
         parts = [fn for fn in used if fn.__name__ in needed or fn in (checks.one_row, checks.rows, checks.same)]
         narrow = any(run.dtype != "float64" for run in self.runs)
@@ -65,7 +65,7 @@ class Script:
         runs = ", ".join(f"({run.seed}, {run.flag}, torch.{run.dtype})" for run in self.runs)
         slack = "rounding(make, want) if dtype != torch.float64 else []" if narrow else "[]"
         return (
-            f"from __future__ import annotations\n{IMPORTS}\n\nPOKE = {{}}\n\n\n{sources}\n\n{self.program}\n\n"
+            f"from __future__ import annotations\n{IMPORTS}\n\nPOKE = {{}}\nREPLAY = {{}}\n\n\n{sources}\n\n{self.program}\n\n"
             f"for seed, flag, dtype in [{runs}]:\n"
             f"    torch.set_default_dtype(dtype)\n\n"
             f"    def make():\n        torch.manual_seed(seed)\n        losses, params = program(flag)\n"
@@ -103,7 +103,7 @@ def maker(script: Script, run: Run) -> checks.Make:
     exec(compile(script.program, "<program>", "exec"), env)
 
     def make() -> tuple[Tensor, list[Tensor]]:
-        torch.manual_seed(run.seed)
+        torch.default_generator.manual_seed(run.seed)
         losses, params = env["program"](run.flag)
         return losses, [p for p in params if p.requires_grad]
 
@@ -124,14 +124,22 @@ def _run(script: Script, run: Run, counts: dict[str, int]) -> None:
         make = maker(script, run)
         losses, params = make()
         want = checks.rows(losses, params)
+        if not len(losses):
+            torch.autograd.grad(losses.sum(), params, retain_graph=True, allow_unused=True)
     except Exception as error:
         raise Invalid(str(error)) from error
     if losses.ndim != 1 or not params or not all(bool(g.isfinite().all()) for g in want):
         raise Invalid("no losses, no parameters or no finite gradients")
     for name in script.checks:
-        if name == "independent" and (run.dtype != "float64" or hidden(script.lines)):
-            continue
-        counts[_ask(name, losses, params, want, make)] += 1
+        if _applies(name, script, run):
+            counts[_ask(name, losses, params, want, make)] += 1
+
+
+def _applies(check: str, script: Script, run: Run) -> bool:
+    """Whether a check says something about such a program."""
+    if check == "call" and "parametrizations" in script.program:
+        return False  # modules are taken from where they were made, and would be parametrised once more
+    return check not in ("independent", "call") or (run.dtype == "float64" and not hidden(script.lines))
 
 
 def _ask(name: str, losses: Tensor, params: list[Tensor], want: list[Tensor], make: checks.Make) -> str:
@@ -147,7 +155,7 @@ def _ask(name: str, losses: Tensor, params: list[Tensor], want: list[Tensor], ma
     except (ps.UnsupportedError, ps.NonFiniteError):
         return "refused"
     except ps.InteractionError as error:
-        if name == "independent":
+        if name in ("independent", "call"):
             return "interacting"
         raise Finding(name, "InteractionError", str(error)) from error
     except AssertionError as error:
@@ -156,10 +164,16 @@ def _ask(name: str, losses: Tensor, params: list[Tensor], want: list[Tensor], ma
             raise Finding(name, "mismatch", str(error)) from error
         raise Finding(name, _where(error), str(error)) from error
     except Exception as error:
-        if "has hooks (register_hook)" in str(error):
+        if "has hooks (register_hook)" in str(error) or (name == "call" and _refusal(error)):
             return "refused"
         raise Finding(name, _where(error), str(error)) from error
     return "exact"
+
+
+def _refusal(error: Exception) -> bool:
+    """Whether the library itself said no, in words."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return "/src/persample/" in last.filename and isinstance(error, RuntimeError | TypeError | ValueError) and len(str(error)) > 30
 
 
 def _where(error: Exception) -> str:
@@ -168,12 +182,14 @@ def _where(error: Exception) -> str:
     return f"{type(error).__name__} in {frames[-1].name}" if frames else type(error).__name__
 
 
-MOVES = {"movedim", "transpose", "unsqueeze", "flatten", "unflatten", "requires_grad_", "data", "ids", "t", "permute"}
+MOVES = {"movedim", "transpose", "unsqueeze", "flatten", "unflatten", "data", "ids", "t", "permute"}
 
 
 def hidden(lines: Sequence[str]) -> bool:
     """Whether data meet before a weight joins them: what the graph cannot show, and nobody promises to see."""
     for statement in ast.parse("\n".join(lines)).body:
+        if any(isinstance(node, ast.Attribute) and node.attr == "requires_grad_" for node in ast.walk(statement)):
+            return True  # a leaf: nobody knows whether it holds data or weights
         names = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
         if any(n[0] in "xi" and n[1:].isdigit() for n in names) and not any(n[0] in "whml" and n[1:].isdigit() for n in names):
             calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call)]

@@ -7,7 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-POKE: dict[str, int] = {}  # {"sample": j} while the data of sample j are a little different
+POKE: dict[str, float] = {}  # while one element of the data is different: of which tensor, where, and tensors so far
+
+REPLAY: dict[str, Any] = {}  # while a program runs as a module: what its weights, modules and data are taken from
+
+
+def replayed(kind: str, made: Any) -> Any:
+    """What a module has in place of what a program made; noted, if a module is to be made of it."""
+    if REPLAY.get("notes") is not None:
+        REPLAY["notes"][kind].append(made)
+    elif REPLAY:
+        return next(REPLAY[kind])
+    return made
 
 
 def draw(*shape: int) -> Tensor:
@@ -17,36 +28,43 @@ def draw(*shape: int) -> Tensor:
 
 def weight(*shape: int) -> Tensor:
     """A parameter."""
-    return (draw(*shape) * 0.6).requires_grad_()
+    return replayed("weights", (draw(*shape) * 0.6).requires_grad_())
 
 
 def complex_weight(*shape: int) -> Tensor:
     """A complex parameter."""
-    return torch.complex(draw(*shape) * 0.6, draw(*shape) * 0.6).requires_grad_()
+    return replayed("weights", torch.complex(draw(*shape) * 0.6, draw(*shape) * 0.6).requires_grad_())
 
 
 def fresh(module: nn.Module) -> Any:
     """A module whose parameters are the same numbers in every dtype."""
     for p in module.parameters():
         p.data.copy_(draw(*p.shape) * 0.5)
-    return module
+    return replayed("modules", module)
 
 
 def data(*shape: int, batch: int = 0) -> Tensor:
     """Data of the samples, which lie along one dim."""
     x = draw(*shape)
-    if POKE:
-        x.select(batch, POKE["sample"]).mul_(1 + 1e-5).add_(1e-5)
-    return x
+    if poked(x):
+        x.view(-1)[int(POKE["place"] * x.numel())] += 1e-5
+    return replayed("data", x)
 
 
 def ids(*shape: int, high: int, batch: int = 0) -> Tensor:
     """Whole numbers below `high` for every sample, along one dim."""
     x = torch.randint(high, shape)
-    if POKE:
-        part = x.select(batch, POKE["sample"])
-        part.copy_((part + 1) % high)
-    return x
+    if poked(x):
+        x.view(-1)[int(POKE["place"] * x.numel())] += 1
+    return replayed("data", x % high)
+
+
+def poked(x: Tensor) -> bool:
+    """Whether it is this tensor of which an element is to be different."""
+    if not POKE:
+        return False
+    POKE["seen"] += 1
+    return POKE["seen"] == POKE["tensor"] and x.numel() > 0
 
 
 class Scale(torch.autograd.Function):

@@ -72,7 +72,7 @@ class Writer:
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
         self.batch = self.pick([0, 1, 1, 2, 2, 2, 3, 3, 3, 3, 4, 4, 5])
-        self.mix = self.pick([0.0, 0.0, 0.0, 0.15, 0.4])
+        self.mix = self.pick([0.0, 0.0, 0.0, 0.2, 0.4, 0.6])
         self.lines: list[str] = []
         self.values: list[Value] = []
         self.leaves: list[str] = []
@@ -87,6 +87,8 @@ class Writer:
         return self.random.random() < share
 
     def whole(self, low: int, high: int) -> int:
+        if high < low:
+            raise CannotBeWritten(f"nothing between {low} and {high}")
         return self.random.randint(low, high)
 
     def size(self) -> int:
