@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import persample as ps
 
-from .vocabulary import POKE, REPLAY
+from .vocabulary import NOISE, POKE, REPLAY
 
 Make = Callable[[], tuple[Tensor, list[Tensor]]]
 
@@ -49,17 +49,25 @@ def same(what: str, got: Tensor, want: Tensor, slack: Tensor | float = 0.0) -> N
 
 
 def rounding(make: Make, want: list[Tensor]) -> list[Tensor]:
-    """How far the definition in a narrow dtype is from that in float64, with a margin, for every row."""
+    """What rounding may do to each row: how far the definition moves with the dtype and with the last digits of all numbers."""
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
-    exact = rows(*make())
-    torch.set_default_dtype(dtype)
-    per_row = [
-        torch.stack([(g - e).abs().flatten(1).amax(1), torch.finfo(dtype).eps * e.abs().flatten(1).amax(1)]).amax(0) * 64
-        for g, e in ((g.to(e.dtype).unsqueeze(-1), e.unsqueeze(-1)) for g, e in zip(want, exact, strict=True))
-        if g.numel()
-    ]
-    return [torch.stack(per_row).amax(0) + 1e-30] * len(want) if per_row else [torch.zeros(())] * len(want)
+    try:
+        moved = [rows(*make())] if dtype != torch.float64 else []
+        for size in (1e-14, -3e-14):
+            NOISE.append(size)
+            moved.append(rows(*make()))
+            NOISE.clear()
+    finally:
+        NOISE.clear()
+        torch.set_default_dtype(dtype)
+    worst = torch.zeros(len(want[0]), dtype=torch.float64)
+    for other in moved:
+        for g, e in zip(want, other, strict=True):
+            if g.numel():
+                size = (g.to(e.dtype) - e).abs() + torch.finfo(dtype).eps * e.abs()
+                worst = torch.maximum(worst, size.unsqueeze(-1).flatten(1).amax(1))
+    return [64 * worst] * len(want)
 
 
 def flat_norms(want: list[Tensor]) -> Tensor:

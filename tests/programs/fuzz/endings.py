@@ -41,7 +41,7 @@ def _one(w: Writer, v: Value) -> str:
         h = f"{h}.movedim({v.at}, 0)"
     if v.ndim != 2:
         h = f"{h}.flatten(1)"
-    form = w.pick(FLAT)
+    form = w.pick([f for f in FLAT if not w.anchor or not ("{x}" in f or "{i}" in f)])
     f = w.named("h", h) if h != v.name else h
     x = w.named("x", f"data(*{f}.shape)") if "{x}" in form else ""
     i = w.named("i", f"ids(B, high={f}.shape[1])") if "{i}" in form else ""
@@ -61,7 +61,7 @@ def end(w: Writer) -> None:
         name = w.named("l", form.format(a=name, b=second))
     if w.chance(0.1 + w.mix / 2):
         name = w.named("l", w.pick(AFTER).format(l=name))
-    w.line(f"losses = {name}")
+    w.line(f"losses = {name} + anchor({w.anchor})" if w.anchor else f"losses = {name}")
     losses = w.env["losses"]
     if losses.ndim != 1 or not losses.requires_grad:
         raise CannotBeWritten("no losses")

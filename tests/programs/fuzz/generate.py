@@ -13,6 +13,20 @@ from .writer import MIXING, OPS, CannotBeWritten, Writer
 
 LONGEST = 12
 COMMON = ["linear", "broadcast", "elementwise"]
+ENTRIES = {"new_data", "embedding", "by_mask"}
+
+
+def enter(w: Writer) -> None:
+    """All the data there are, in one statement, and batch first."""
+    sizes = [str(w.size()) for _ in range(w.whole(0, 3))]
+    if w.chance(0.2):
+        i = w.named("i", f"ids({', '.join(['B', *sizes[:2]])}, high=3)")
+        more = w.pick(["", "", ", padding_idx=0", ", scale_grad_by_freq=True"])
+        v = w.put(f"F.embedding({i}, {w.leaf('3', '2')}{more})", 0)
+    else:
+        x = w.named("x", f"data({', '.join(['B', *sizes])})")
+        v = w.put(f"{x} * {w.leaf(*[w.pick([n, '1']) for n in sizes])}", 0)
+    w.anchor = v.name
 
 
 def generate(seed: int) -> Script | None:
@@ -21,10 +35,12 @@ def generate(seed: int) -> Script | None:
         torch.default_generator.manual_seed(seed)
         w = Writer(seed)
         w.env["flag"] = True
-        names = [name for name in OPS if w.mix or name not in MIXING]
+        anchored = w.chance(0.4)
+        names = [name for name in OPS if (w.mix or name not in MIXING) and not (anchored and name in ENTRIES)]
         # Few kinds of ops in each program: they meet more often than if all were equally likely.
         chosen = w.random.sample(names, min(len(names), w.whole(3, 12))) + w.random.sample(COMMON, 1)
-        w.attempt(OPS["new_data"])
+        if not (anchored and w.attempt(enter)):
+            w.attempt(OPS["new_data"])
         for _ in range(w.pick([1, 1, 2, 2, 3, 3, 4, 5, 6, 8, LONGEST])):
             w.step(chosen)
         if not any(v.tensor.requires_grad for v in w.values):
@@ -51,4 +67,4 @@ def _runs(w: Writer, seed: int) -> tuple[Run, ...]:
 
 def _checks(w: Writer) -> tuple[str, ...]:
     others = [name for name in CHECKS if name not in ("grad", "independent")]
-    return ("grad", w.pick(others), *(["independent"] if w.chance(0.6) else []))
+    return ("grad", w.pick(others), *(["independent"] if w.anchor else []))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -65,7 +66,7 @@ class Script:
         runs = ", ".join(f"({run.seed}, {run.flag}, torch.{run.dtype})" for run in self.runs)
         slack = "rounding(make, want) if dtype != torch.float64 else []" if narrow else "[]"
         return (
-            f"from __future__ import annotations\n{IMPORTS}\n\nPOKE = {{}}\nREPLAY = {{}}\n\n\n{sources}\n\n{self.program}\n\n"
+            f"from __future__ import annotations\n{IMPORTS}\n\nPOKE, REPLAY, NOISE = {{}}, {{}}, []\n\n\n{sources}\n\n{self.program}\n\n"
             f"for seed, flag, dtype in [{runs}]:\n"
             f"    torch.set_default_dtype(dtype)\n\n"
             f"    def make():\n        torch.manual_seed(seed)\n        losses, params = program(flag)\n"
@@ -112,7 +113,7 @@ def maker(script: Script, run: Run) -> checks.Make:
 
 def evaluate(script: Script) -> dict[str, int]:
     """Run all checks; how many were exact and how many refused. Raises Finding or Invalid."""
-    counts = {"exact": 0, "refused": 0, "interacting": 0}
+    counts = dict.fromkeys(["exact", "refused", "interacting", "ill-conditioned"], 0)
     for run in script.runs:
         with default_dtype(getattr(torch, run.dtype)):
             _run(script, run, counts)
@@ -137,19 +138,33 @@ def _run(script: Script, run: Run, counts: dict[str, int]) -> None:
 
 def _applies(check: str, script: Script, run: Run) -> bool:
     """Whether a check says something about such a program."""
-    if check == "call" and "parametrizations" in script.program:
-        return False  # modules are taken from where they were made, and would be parametrised once more
-    return check not in ("independent", "call") or (run.dtype == "float64" and not hidden(script.lines))
+    if check == "call":  # modules are taken from where they were made, and would be parametrised once more
+        return run.dtype == "float64" and not re.search(r"parametrizations|requires_grad_", script.program)
+    return check != "independent" or (run.dtype == "float64" and anchored(script.lines))
 
 
 def _ask(name: str, losses: Tensor, params: list[Tensor], want: list[Tensor], make: checks.Make) -> str:
-    """The outcome of one check."""
-    slack = []
-    if torch.get_default_dtype() != torch.float64:
-        try:
-            slack = checks.rounding(make, want)
-        except Exception as error:
-            raise Invalid(str(error)) from error
+    """The outcome of one check; a difference counts if it is more than what rounding may do."""
+    narrow = torch.get_default_dtype() != torch.float64
+    try:
+        return _outcome(name, losses, params, want, _slack(make, want) if narrow else [], make)
+    except Finding as finding:
+        if narrow or finding.kind != "mismatch" or not len(losses):
+            raise
+        _outcome(name, losses, params, want, _slack(make, want), make)
+        return "ill-conditioned"
+
+
+def _slack(make: checks.Make, want: list[Tensor]) -> list[Tensor]:
+    try:
+        return checks.rounding(make, want)
+    except Exception as error:
+        raise Invalid(str(error)) from error
+
+
+def _outcome(
+    name: str, losses: Tensor, params: list[Tensor], want: list[Tensor], slack: list[Tensor], make: checks.Make
+) -> str:
     try:
         CHECKS[name](losses, params, want, slack, make)
     except (ps.UnsupportedError, ps.NonFiniteError):
@@ -159,10 +174,8 @@ def _ask(name: str, losses: Tensor, params: list[Tensor], want: list[Tensor], ma
             return "interacting"
         raise Finding(name, "InteractionError", str(error)) from error
     except AssertionError as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        if "persample/src" not in frames[-1].filename and "/persample/" not in frames[-1].filename:
-            raise Finding(name, "mismatch", str(error)) from error
-        raise Finding(name, _where(error), str(error)) from error
+        ours = traceback.extract_tb(error.__traceback__)[-1].filename == checks.__file__
+        raise Finding(name, "mismatch" if ours else _where(error), str(error)) from error
     except Exception as error:
         if "has hooks (register_hook)" in str(error) or (name == "call" and _refusal(error)):
             return "refused"
@@ -182,21 +195,14 @@ def _where(error: Exception) -> str:
     return f"{type(error).__name__} in {frames[-1].name}" if frames else type(error).__name__
 
 
-MOVES = {"movedim", "transpose", "unsqueeze", "flatten", "unflatten", "data", "ids", "t", "permute"}
+def anchored(lines: Sequence[str]) -> bool:
+    """Whether all data enter in one statement whose result every loss reads: then the graph shows where samples meet.
 
-
-def hidden(lines: Sequence[str]) -> bool:
-    """Whether data meet before a weight joins them: what the graph cannot show, and nobody promises to see."""
-    for statement in ast.parse("\n".join(lines)).body:
-        if any(isinstance(node, ast.Attribute) and node.attr == "requires_grad_" for node in ast.walk(statement)):
-            return True  # a leaf: nobody knows whether it holds data or weights
-        names = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-        if any(n[0] in "xi" and n[1:].isdigit() for n in names) and not any(n[0] in "whml" and n[1:].isdigit() for n in names):
-            calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
-            called = {c.func.attr if isinstance(c.func, ast.Attribute) else getattr(c.func, "id", "") for c in calls}
-            if not called <= MOVES or any(isinstance(node, ast.BinOp | ast.Subscript) for node in ast.walk(statement)):
-                return True
-    return False
+    Otherwise it may not: what all losses share may be made of weights and constants, for all that it shows.
+    """
+    end = re.fullmatch(r"losses = .*anchor\((h\d+)\)", lines[-1])
+    uses = [line for line in lines if re.search(r"\b[xi]\d+\b", line.split("=", 1)[-1])]
+    return end is not None and len(uses) == 1 and uses[0].startswith(f"{end[1]} = ") and ".requires_grad_" not in uses[0]
 
 
 def only(script: Script, finding: Finding) -> Script:

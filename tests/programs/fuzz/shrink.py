@@ -8,7 +8,7 @@ from dataclasses import replace
 from time import monotonic
 from typing import Any
 
-from .script import Finding, Invalid, Script, evaluate, hidden, maker, only
+from .script import Finding, Invalid, Script, evaluate, maker, only
 
 PLAIN = frozenset("weight data ids draw fresh sum range Linear parameters tuple batch= high= dim=".split())
 
@@ -31,8 +31,6 @@ def shrink(script: Script, finding: Finding, seconds: float = 30.0) -> Script:
 
 def same_finding(script: Script, finding: Finding) -> bool:
     """Whether this program fails in the same way."""
-    if finding.check == "independent" and hidden(script.lines):
-        return False
     try:
         evaluate(script)
     except Finding as found:

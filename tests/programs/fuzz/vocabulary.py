@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 POKE: dict[str, float] = {}  # while one element of the data is different: of which tensor, where, and tensors so far
 
+NOISE: list[float] = []  # how much all numbers are changed, relative to themselves, to see what rounding does
 REPLAY: dict[str, Any] = {}  # while a program runs as a module: what its weights, modules and data are taken from
 
 
@@ -23,7 +24,10 @@ def replayed(kind: str, made: Any) -> Any:
 
 def draw(*shape: int) -> Tensor:
     """The same numbers in every dtype."""
-    return torch.randn(shape, dtype=torch.float64).to(torch.get_default_dtype())
+    x = torch.randn(shape, dtype=torch.float64)
+    if NOISE:
+        x *= 1 + NOISE[0] * torch.sin(1000 * x)
+    return x.to(torch.get_default_dtype())
 
 
 def weight(*shape: int) -> Tensor:
@@ -65,6 +69,11 @@ def poked(x: Tensor) -> bool:
         return False
     POKE["seen"] += 1
     return POKE["seen"] == POKE["tensor"] and x.numel() > 0
+
+
+def anchor(h: Tensor) -> Tensor:
+    """A small part of every loss that is its own sample's alone."""
+    return 0.1 * h.unsqueeze(-1).flatten(1).sum(1)
 
 
 class Scale(torch.autograd.Function):

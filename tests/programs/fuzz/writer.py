@@ -73,6 +73,7 @@ class Writer:
         self.random = Random(seed)
         self.batch = self.pick([0, 1, 1, 2, 2, 2, 3, 3, 3, 3, 4, 4, 5])
         self.mix = self.pick([0.0, 0.0, 0.0, 0.2, 0.4, 0.6])
+        self.anchor = ""  # where all data enter, if they do in one place
         self.lines: list[str] = []
         self.values: list[Value] = []
         self.leaves: list[str] = []
