@@ -10,13 +10,14 @@ LATEST := .venv-latest
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-torch-latest lint docs dist clean
+.PHONY: help demo fuzz test test-all test-torch-latest lint docs dist clean
 .PHONY: bench bench-docs bench-expanded bench-monitor bench-pages bench-parts bench-peers bench-private bench-scaling
 
 help:
 	@echo "make demo      finds wrong labels, trains privately, checks itself; writes build/demo.html (a minute)"
 	@echo "make test      lint, types and tests (what CI runs)"
 	@echo "make test-all  the same with the slow tests"
+	@echo "make fuzz      random programs against the definition, MINUTES=10 of them, from SEED= on"
 	@echo "make bench     the benchmarks (8 minutes); make bench-expanded: against PyTorch's expanded weights"
 	@echo "make bench-private                private training steps beside Opacus, part of make bench (2 minutes)"
 	@echo "make bench-peers, bench-scaling   against Opacus, BackPACK, torch.func; how cost grows (10 minutes each)"
@@ -48,6 +49,11 @@ test: lint
 
 test-all: lint
 	$(PYTEST)
+
+# Exit code 1 if anything was found; what is printed can be pasted.
+MINUTES ?= 10
+fuzz: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.programs.fuzz --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.run --json $(RESULTS)/bench.json

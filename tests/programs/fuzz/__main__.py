@@ -20,7 +20,9 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0, help="how long to go on")
     parser.add_argument("--seed", type=int, default=None, help="the first program's; the next ones follow it")
     parser.add_argument("--programs", type=int, default=None, help="at most so many")
-    parser.add_argument("--known", type=Path, help="a file of signatures, one JSON list per line, that are not findings")
+    parser.add_argument(
+        "--known", type=Path, help="a file of signatures, one JSON list per line, that are not findings"
+    )
     options = parser.parse_args()
     seed = int(time()) % 1_000_000 * 1_000 if options.seed is None else options.seed
     known = {tuple(json.loads(line)) for line in options.known.read_text().splitlines()} if options.known else set()

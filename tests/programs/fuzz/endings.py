@@ -57,7 +57,9 @@ def end(w: Writer) -> None:
     name = w.named("l", _one(w, known[-1]))
     if w.chance(0.3):
         second = w.named("l", _one(w, w.pick(known)))
-        form = w.pick(["{a} + 0.5 * {b}", "{a} * {b}", "torch.maximum({a}, {b})", "torch.stack([{a}, {b}]).sum(0)", "{a} - {b}"])
+        form = w.pick(
+            ["{a} + 0.5 * {b}", "{a} * {b}", "torch.maximum({a}, {b})", "torch.stack([{a}, {b}]).sum(0)", "{a} - {b}"]
+        )
         name = w.named("l", form.format(a=name, b=second))
     if w.chance(0.1 + w.mix / 2):
         name = w.named("l", w.pick(AFTER).format(l=name))

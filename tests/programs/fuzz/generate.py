@@ -9,7 +9,7 @@ from tests.modes import default_dtype
 from . import layers, meetings, moves  # noqa: F401  (their ops register themselves)
 from .endings import end
 from .script import CHECKS, Run, Script
-from .writer import MIXING, OPS, CannotBeWritten, Writer
+from .writer import MIXING, OPS, Writer
 
 LONGEST = 12
 COMMON = ["linear", "broadcast", "elementwise"]

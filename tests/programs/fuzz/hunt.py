@@ -83,7 +83,8 @@ class Hunt:
         about = [
             set(ops)
             for check, kind, *ops in self.known
-            if check in (finding.check, "*") and (kind == finding.kind or (kind.endswith("*") and finding.kind.startswith(kind[:-1])))
+            if check in (finding.check, "*")
+            and (kind == finding.kind or (kind.endswith("*") and finding.kind.startswith(kind[:-1])))
         ]
         return any(ops and ops <= called for ops in about)
 
@@ -91,7 +92,9 @@ class Hunt:
         """One line."""
         shown = ", ".join(f"{n} {what}" for what, n in self.counts.items() if what != "programs")
         programs = self.counts["programs"]
-        return f"{programs} programs, {programs / max(seconds, 1e-9):.0f} per second; {shown}; {len(self.found)} findings"
+        return (
+            f"{programs} programs, {programs / max(seconds, 1e-9):.0f} per second; {shown}; {len(self.found)} findings"
+        )
 
 
 def _finding(script: Script) -> Finding | None:

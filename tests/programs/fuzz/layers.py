@@ -154,9 +154,7 @@ def channel_norm(w: Writer) -> Value:
     else:
         training = "False"
     stats = f"draw({c}), draw({c}).square() + 0.5"
-    return w.keep(
-        v, f"F.batch_norm({v.name}, {stats}, {w.maybe(c)}, {w.maybe(c)}, training={training}, eps=0.1)"
-    )
+    return w.keep(v, f"F.batch_norm({v.name}, {stats}, {w.maybe(c)}, {w.maybe(c)}, training={training}, eps=0.1)")
 
 
 @op
@@ -287,7 +285,9 @@ def checkpointed(w: Writer) -> Value:
     d, kind = FEATURE.format(v.name), w.pick(["False", "False", "False", "True"])
     if kind == "True" and not v.tensor.requires_grad:
         raise CannotBeWritten
-    body = w.pick(["torch.tanh(t @ {a})", "F.linear(t, {a}.t()).relu() * {b}", "F.layer_norm(t, t.shape[-1:], {c}) @ {a}"])
+    body = w.pick(
+        ["torch.tanh(t @ {a})", "F.linear(t, {a}.t()).relu() * {b}", "F.layer_norm(t, t.shape[-1:], {c}) @ {a}"]
+    )
     p = w.size()
     text = body.format(a=w.weight(d, p), b=w.weight(p), c=w.weight(d))
     return w.keep(v, f"checkpoint(lambda t: {text}, {v.name}, use_reentrant={kind})")

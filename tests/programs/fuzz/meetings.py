@@ -21,7 +21,9 @@ def order(w: Writer) -> Value:
         form = "{}.index_select({}, torch.randperm({}.shape[{}]))"
         return w.keep(v, form.format(v.name, v.at, v.name, v.at))
     if form == "twice":
-        return w.put(f"torch.cat([{v.name}, {v.name}.sin()], {v.at})", v.at, 2 * v.outer, v.inner) if v.outer == 1 else v
+        return (
+            w.put(f"torch.cat([{v.name}, {v.name}.sin()], {v.at})", v.at, 2 * v.outer, v.inner) if v.outer == 1 else v
+        )
     return w.keep(v, form.format(v.name, v.at, v.at))
 
 

@@ -225,7 +225,14 @@ def complex_numbers(w: Writer) -> Value:
     w.leaves.append(p)
     c = f"(torch.complex({v.name}, {v.name}.sin()) @ {p})"
     form = w.pick(
-        ["{}.real", "{}.imag", "{}.abs()", "{}.conj().imag", "torch.view_as_real({}).sum(-1)", "({0} * {0}.conj()).real"]
+        [
+            "{}.real",
+            "{}.imag",
+            "{}.abs()",
+            "{}.conj().imag",
+            "torch.view_as_real({}).sum(-1)",
+            "({0} * {0}.conj()).real",
+        ]
         + ["torch.view_as_real({}.conj().resolve_conj())[..., 0]", "torch.fft.ifft({}, dim=-1).real", "{}.angle()"]
     )
     return w.keep(v, form.format(c))
@@ -240,7 +247,15 @@ def by_mask(w: Writer) -> Value:
     i = w.named("i", f"ids(B, 2, high={v.name}.shape[1])")
     form = w.pick(
         ["{h}.gather(1, {i})", "{h}.scatter(1, {i}[:, :1], 0.5)", "{h}[torch.arange(B)[:, None], {i}]"]
-        + ["{h}.scatter_add(1, {i}[:, :1], {h}[:, :1])", "torch.where({i}[:, :1] > 0, {h}, {h}.sin())", "{h} * {i}[:, :1]"]
-        + ["{h}.masked_fill({i}[:, 1:] > 0, 0.1)", "F.one_hot({i}[:, 0], {h}.shape[1]) * {h}", "{h}.index_put((torch.arange(B), {i}[:, 0]), torch.tensor(0.5))"]
+        + [
+            "{h}.scatter_add(1, {i}[:, :1], {h}[:, :1])",
+            "torch.where({i}[:, :1] > 0, {h}, {h}.sin())",
+            "{h} * {i}[:, :1]",
+        ]
+        + [
+            "{h}.masked_fill({i}[:, 1:] > 0, 0.1)",
+            "F.one_hot({i}[:, 0], {h}.shape[1]) * {h}",
+            "{h}.index_put((torch.arange(B), {i}[:, 0]), torch.tensor(0.5))",
+        ]
     )
     return w.put(form.format(h=v.name, i=i), 0)

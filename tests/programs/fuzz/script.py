@@ -56,7 +56,15 @@ class Script:
         words |= {"draw", "poked", "replayed"}
         helpers = [thing for name, thing in vars(vocabulary).items() if name in words and callable(thing)]
         (check,) = self.checks
-        used = [checks.one_row, checks.rows, checks.same, checks.rounding, checks.flat_norms, checks.affected, checks.Recorded]
+        used = [
+            checks.one_row,
+            checks.rows,
+            checks.same,
+            checks.rounding,
+            checks.flat_norms,
+            checks.affected,
+            checks.Recorded,
+        ]
         needed = "\n".join(inspect.getsource(CHECKS[check]) for _ in (0,))
         parts = [fn for fn in used if fn.__name__ in needed or fn in (checks.one_row, checks.rows, checks.same)]
         narrow = any(run.dtype != "float64" for run in self.runs)
@@ -186,7 +194,11 @@ def _outcome(
 def _refusal(error: Exception) -> bool:
     """Whether the library itself said no, in words."""
     last = traceback.extract_tb(error.__traceback__)[-1]
-    return "/src/persample/" in last.filename and isinstance(error, RuntimeError | TypeError | ValueError) and len(str(error)) > 30
+    return (
+        "/src/persample/" in last.filename
+        and isinstance(error, RuntimeError | TypeError | ValueError)
+        and len(str(error)) > 30
+    )
 
 
 def _where(error: Exception) -> str:
@@ -202,7 +214,9 @@ def anchored(lines: Sequence[str]) -> bool:
     """
     end = re.fullmatch(r"losses = .*anchor\((h\d+)\)", lines[-1])
     uses = [line for line in lines if re.search(r"\b[xi]\d+\b", line.split("=", 1)[-1])]
-    return end is not None and len(uses) == 1 and uses[0].startswith(f"{end[1]} = ") and ".requires_grad_" not in uses[0]
+    return (
+        end is not None and len(uses) == 1 and uses[0].startswith(f"{end[1]} = ") and ".requires_grad_" not in uses[0]
+    )
 
 
 def only(script: Script, finding: Finding) -> Script:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from time import monotonic
 from typing import Any
 
-from .script import Finding, Invalid, Script, evaluate, maker, only
+from .script import Finding, Script, evaluate, maker, only
 
 PLAIN = frozenset("weight data ids draw fresh sum range Linear parameters tuple batch= high= dim=".split())
 
@@ -46,8 +47,9 @@ def signature(script: Script, finding: Finding) -> tuple[str, ...]:
 
 
 def calls(script: Script) -> set[str]:
-    """The functions and methods that a program calls, with their keywords."""
-    found = set[str]()
+    """The functions and methods that a program calls, with their keywords, and whether some weights are not asked for."""
+    made = {name for line in script.lines for name in [line.split(" = ")[0]] if re.fullmatch(r"[wm]\d+", name)}
+    found = {"subset"} if made - set(script.params) else set[str]()
     for node in ast.walk(ast.parse("\n".join(script.lines))):
         if isinstance(node, ast.Call):
             found.add(node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func))
@@ -193,7 +195,11 @@ def _parts(node: ast.expr) -> list[ast.expr]:
         return [node.value]
     if isinstance(node, ast.Attribute):
         return [node.value] if node.attr not in ("float64", "float32", "long", "shape") else []
-    return [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr) and not isinstance(node, ast.Lambda)]
+    return [
+        child
+        for child in ast.iter_child_nodes(node)
+        if isinstance(child, ast.expr) and not isinstance(node, ast.Lambda)
+    ]
 
 
 def _settled(script: Script, fails: Fails) -> Script:
@@ -226,6 +232,3 @@ def _numbers(script: Script) -> Script:
         lines.append(ast.unparse(tree))
         exec(line, env)
     return replace(script, lines=tuple(lines))
-
-
-__all__ = ["Invalid", "shrink", "signature"]

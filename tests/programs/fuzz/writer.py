@@ -18,7 +18,11 @@ from . import vocabulary
 T = TypeVar("T")
 MOST = 300  # elements of a value
 NAMES = {
-    **{name: thing for name, thing in vars(vocabulary).items() if getattr(thing, "__module__", "") == vocabulary.__name__},
+    **{
+        name: thing
+        for name, thing in vars(vocabulary).items()
+        if getattr(thing, "__module__", "") == vocabulary.__name__
+    },
     **{"torch": torch, "F": F, "nn": nn, "checkpoint": checkpoint},
 }
 
@@ -218,7 +222,9 @@ class Writer:
             return f"({self.leaf(*sizes)} + {self.leaf(*sizes)})"
         if kind == 12:
             return f"draw({', '.join(sizes)})"  # frozen
-        return self.leaf(*sizes) + self.pick([".tanh()", ".mul(0.5)", ".detach()", ".float().to(torch.get_default_dtype())"])
+        return self.leaf(*sizes) + self.pick(
+            [".tanh()", ".mul(0.5)", ".detach()", ".float().to(torch.get_default_dtype())"]
+        )
 
     def maybe(self, *dims: int | str) -> str:
         """A weight or None."""
