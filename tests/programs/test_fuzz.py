@@ -112,7 +112,7 @@ MEET = ("B = 3", "x1 = data(B, 2)", "w1 = weight(2)", "h1 = x1 * w1", "h2 = h1 -
 
 def test_a_broken_promise_of_independence_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     program = script(*MEET, "losses = h2.square().sum(1) + anchor(h1)", check="independent")
-    assert anchored(program.lines)
+    assert anchored(program.lines, 3)
     assert evaluate(program)["interacting"] == 1
     norms = ps.norms
     monkeypatch.setattr(ps, "norms", lambda *given, independent, **options: norms(*given, **options))
@@ -124,7 +124,7 @@ def test_a_broken_promise_of_independence_is_found(monkeypatch: pytest.MonkeyPat
     "end", ["losses = h2.sum(1)", "losses = (h2 * x1).sum(1) + anchor(h1)", "losses = h2.sum(1) + anchor(h2)"]
 )
 def test_independence_is_asked_where_the_graph_shows_it(end: str) -> None:
-    assert not anchored([*MEET, end])
+    assert not anchored([*MEET, end], 3)
 
 
 def test_numbers_statements_and_expressions_become_simple(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ def same(what: str, got: Tensor, want: Tensor, slack: Tensor | float = 0.0) -> N
 
 
 def rounding(make: Make, want: list[Tensor]) -> list[Tensor]:
-    """What rounding may do to each row: how far the definition moves with the dtype and with the last digits of all numbers."""
+    """What rounding may do to each row: how far the definition moves with the dtype and the last digits."""
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:

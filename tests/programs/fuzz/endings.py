@@ -8,23 +8,32 @@ PLAIN = "{h}.sum({d}) {h}.mean({d}) {h}.amax({d}) {h}.logsumexp({d}) {h}.square(
 PLAIN += ["{h}.sum({d})"] * 3 + ["torch.linalg.vector_norm({h}, dim={d})", "{h}.square().mean({d})", "{h}.std({d})"]
 
 FLAT = [
-    "{f}.sum(1)", "{f}.max(1).values", "{f}.cumsum(1)[:, -1]", "{f}.norm(dim=1)", "{f}[:, 0]", "{f}.prod(1)", "{f}.var(1)",
+    "{f}.sum(1)", "{f}.max(1).values", "{f}.cumsum(1)[:, -1]", "{f}.norm(dim=1)", "{f}[:, 0]", "{f}.prod(1)",
+    "{f}.var(1)",
     "{f}.median(1).values", "{f}.logsumexp(1)", "{f}.cumsum(1).mean(1)", "{f} @ {v}", "{f}.topk(1).values[:, 0]",
-    'F.cross_entropy({f}, {i}, reduction="none")', 'F.mse_loss({f}, {x}, reduction="none").sum(1)', "{f}.cummax(1).values.sum(1)",
-    'F.binary_cross_entropy_with_logits({f}, {x}.sigmoid(), reduction="none").mean(1)', "F.cosine_similarity({f}, {x}, 1)",
+    'F.cross_entropy({f}, {i}, reduction="none")', 'F.mse_loss({f}, {x}, reduction="none").sum(1)',
+    "{f}.cummax(1).values.sum(1)",
+    'F.binary_cross_entropy_with_logits({f}, {x}.sigmoid(), reduction="none").mean(1)',
+    "F.cosine_similarity({f}, {x}, 1)",
     'F.nll_loss(F.log_softmax({f}, 1), {i}, reduction="none")', 'F.huber_loss({f}, {x}, reduction="none").sum(1)',
     "torch.cdist({f}[:, None], {x}[:, None])[:, 0, 0]", "torch.einsum('bd,bd->b', {f}, {f})", "{f}.unbind(1)[0]",
     "torch.stack([r.square().sum() for r in {f}.unbind(0)])", "torch.stack([{f}[i].sum() for i in range(B)])",
     'F.kl_div(F.log_softmax({f}, 1), {x}.softmax(1), reduction="none").sum(1)', "torch.logcumsumexp({f}, 1)[:, -1]",
-    "F.pairwise_distance({f}, {x})", 'F.multi_margin_loss({f}, {i}, reduction="none")', "{f}.gather(1, {i}[:, None])[:, 0]",
-    "F.triplet_margin_loss({f}, {x}, {x}.flip(1), reduction='none')", "({f} @ {f}.t()).diagonal()", "torch.diagonal({f} @ {x}.t())",
+    "F.pairwise_distance({f}, {x})", 'F.multi_margin_loss({f}, {i}, reduction="none")',
+    "{f}.gather(1, {i}[:, None])[:, 0]",
+    "F.triplet_margin_loss({f}, {x}, {x}.flip(1), reduction='none')", "({f} @ {f}.t()).diagonal()",
+    "torch.diagonal({f} @ {x}.t())",
 ]  # fmt: skip
 
 AFTER = [
-    "{l}.flip(0)", "{l}.cumsum(0)", "{l} - {l}.mean()", "{l}[:1]", "{l}[torch.randperm(B)]", "{l} * {l}.sum()", "{l}.softmax(0)",
-    "torch.cat([{l}, {l}.sin()])", "{l}.new_zeros(2).index_add(0, torch.arange(B) % 2, {l})", "{l}.sort().values", "{l}.roll(1)",
-    "{l}.sum().expand(B)", "torch.eye(B) @ {l}", "{l}.mean()[None]", "{l}.max()[None]", "{l}.cummax(0).values", "{l} / B",
-    "{l}.repeat(2)", "{l}[::2]", "torch.stack(list({l}))", "{l}.masked_fill(torch.arange(B) > 1, 0)", "{l}.new_zeros(B).copy_({l})",
+    "{l}.flip(0)", "{l}.cumsum(0)", "{l} - {l}.mean()", "{l}[:1]", "{l}[torch.randperm(B)]", "{l} * {l}.sum()",
+    "{l}.softmax(0)",
+    "torch.cat([{l}, {l}.sin()])", "{l}.new_zeros(2).index_add(0, torch.arange(B) % 2, {l})", "{l}.sort().values",
+    "{l}.roll(1)",
+    "{l}.sum().expand(B)", "torch.eye(B) @ {l}", "{l}.mean()[None]", "{l}.max()[None]", "{l}.cummax(0).values",
+    "{l} / B",
+    "{l}.repeat(2)", "{l}[::2]", "torch.stack(list({l}))", "{l}.masked_fill(torch.arange(B) > 1, 0)",
+    "{l}.new_zeros(B).copy_({l})",
 ]  # fmt: skip
 
 

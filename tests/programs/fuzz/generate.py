@@ -6,14 +6,14 @@ import torch
 
 from tests.modes import default_dtype
 
-from . import layers, meetings, moves  # noqa: F401  (their ops register themselves)
+from . import layers, meetings, modules, moves  # noqa: F401  (their ops register themselves)
 from .endings import end
 from .script import CHECKS, Run, Script
 from .writer import MIXING, OPS, Writer
 
 LONGEST = 12
 COMMON = ["linear", "broadcast", "elementwise"]
-ENTRIES = {"new_data", "embedding", "by_mask"}
+ENTRIES = {"new_data", "embedding", "by_mask", "bag"}
 
 
 def enter(w: Writer) -> None:
@@ -60,8 +60,9 @@ def _asked(w: Writer) -> tuple[str, ...]:
 def _runs(w: Writer, seed: int) -> tuple[Run, ...]:
     dtype = "float64" if w.chance(0.85) else w.pick(["float32", "float32", "float32", "bfloat16"])
     runs = [Run(seed, True, dtype)]
-    if w.chance(0.3):
-        runs.append(Run(seed + 1, w.chance(0.3), w.pick([dtype, dtype, "float64"])))
+    changing = any("flag" in line for line in w.lines)
+    if w.chance(0.7 if changing else 0.25):
+        runs.append(Run(seed + 1, not changing, w.pick([dtype, dtype, "float64"])))
     return tuple(runs)
 
 

@@ -275,7 +275,7 @@ def custom(w: Writer) -> Value:
     if kind == 0:
         return w.keep(v, f"Mm.apply({v.name}, {w.weight(d, w.size())})")
     if kind == 1:
-        return w.keep(v, f"Mul.apply({v.name}, {w.weight(d)})")
+        return w.keep(v, f"{w.pick(['Mul', 'NativeLayerNorm'])}.apply({v.name}, {w.weight(d)})")
     return w.keep(v, f"{w.pick(['Scale', 'Shorten', 'Whole', 'InPlace'])}.apply({v.name})")
 
 

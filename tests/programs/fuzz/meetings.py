@@ -7,7 +7,8 @@ from .writer import CannotBeWritten, Value, Writer, mixing, op
 MATRICES = (
     "torch.eye({n}) torch.eye({n})[torch.randperm({n})] torch.eye({n}).roll(1,0) torch.zeros({n},{n}) torch.eye({n})*2 "
     "torch.eye({n})+1e-8*torch.eye({n}).roll(1,0) torch.ones({n},{n}).tril() draw({n},{n}) torch.ones({n},{n}) "
-    "torch.eye({n})*1e-8 torch.eye({n})+torch.eye({n}).roll(1,0) torch.eye({n}).cumsum(0).flip(0) torch.full(({n},{n}),0.25) "
+    "torch.eye({n})*1e-8 torch.eye({n})+torch.eye({n}).roll(1,0) torch.eye({n}).cumsum(0).flip(0) "
+    "torch.full(({n},{n}),0.25) "
     "torch.block_diag(torch.ones(2,2),torch.eye({n}))[:{n},:{n}] torch.eye({n})[torch.zeros({n},dtype=torch.long)]"
 ).split()
 
@@ -47,7 +48,8 @@ def meet(w: Writer) -> Value:
             "{h} - {h}.mean({d}, keepdim=True)", "{h}.softmax({d})", "{h} + {h}.roll(1, {d})", "{h}.cumsum({d})",
             "{h} + 0.5 * {h}.flip({d})", "{h}.cummax({d}).values", "{h}.sort({d}).values", "{h}.logcumsumexp({d})",
             "{h} + {h}.sum()", "{h} / {h}.norm()", "{h} * {h}.amax({d}, keepdim=True)", "{h} + 1e-8 * {h}.roll(1, {d})",
-            "{h}.renorm(2, {d}, 0.7)", "{h}.expand_as({h}) - {h}.sum({d}, keepdim=True) * 0", "F.normalize({h}, dim={d})",
+            "{h}.renorm(2, {d}, 0.7)", "{h}.expand_as({h}) - {h}.sum({d}, keepdim=True) * 0",
+            "F.normalize({h}, dim={d})",
         ]
     )  # fmt: skip
     return w.keep(v, form.format(h=v.name, d=v.at))

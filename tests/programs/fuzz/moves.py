@@ -7,7 +7,8 @@ from .writer import CannotBeWritten, Value, Writer, op
 ELEMENTWISE = (
     "torch.tanh({}) torch.sin({}) F.gelu({}) F.silu({}) torch.relu({}) {}.abs() F.softplus({}) {}.square() F.elu({}) "
     "F.leaky_relu({}) {}.clamp(-1,1) {}.clone() {}*0.5 {}+1 -{} {}.sigmoid() {}*{} {}.exp().log1p() F.dropout({},0.5) "
-    "{}.contiguous() {}.double().to(torch.get_default_dtype()) {}.neg() F.hardtanh({}) {}.sign()*{} {}.masked_fill({}>0,0.5) "
+    "{}.contiguous() {}.double().to(torch.get_default_dtype()) {}.neg() F.hardtanh({}) {}.sign()*{} "
+    "{}.masked_fill({}>0,0.5) "
     "torch.where({}>0,{},0.3*{}) {}.nan_to_num() {}.to(torch.get_default_dtype()) F.threshold({},0.1,0.2) {}.pow(3)"
 ).split()
 
@@ -115,11 +116,13 @@ def along(w: Writer) -> Value:
             "{}.softmax({})", "{}.log_softmax({})", "{}.cumsum({})", "{}.sort({}).values", "{}.cummax({}).values",
             "{}.flip({})", "{}.roll(1, {})", "{}.topk(1, {}).values", "F.glu({}, {})", "{}.cumprod({})",
             "torch.fft.rfft({}, dim={}).abs()", "torch.cat({}.unbind({}), -1)", "F.normalize({}, dim={})",
-            "{}.logcumsumexp({})", "{}.repeat_interleave(2, {})", "torch.fft.fft({}, dim={}).real", "{}.argsort({}) * 0.1",
+            "{}.logcumsumexp({})", "{}.repeat_interleave(2, {})", "torch.fft.fft({}, dim={}).real",
+            "{}.argsort({}) * 0.1",
             "{0}.index_select({1}, torch.zeros(2, dtype=torch.long))", "{0}.gather({1}, {0}.argsort({1}))",
             "torch.cat([{0}, {0}.tanh()], {1})", "torch.cat({0}.chunk(2, {1})[::-1], {1})",
             "{0}.scatter({1}, {0}.argsort({1}), {0})", "{0}.scatter_add({1}, {0}.argsort({1}), {0})",
-            "torch.stack({0}.split(1, {1})).sum(0)", "{0}.index_add({1}, torch.zeros({0}.shape[{1}], dtype=torch.long), {0})",
+            "torch.stack({0}.split(1, {1})).sum(0)",
+            "{0}.index_add({1}, torch.zeros({0}.shape[{1}], dtype=torch.long), {0})",
             "{0}.unfold({1}, 2, 1).mean(-1)", "{0} - {0}.mean({1}, keepdim=True)", "{0}.renorm(2, {1}, 0.7)",
             "torch.cumulative_trapezoid({0}, dim={1})", "torch.trapezoid({0}, dim={1}).unsqueeze({1}) + {0}",
             "{0}.index_fill({1}, torch.zeros(1, dtype=torch.long), 0.5)", "{0}.swapaxes({1}, {1})",
@@ -179,9 +182,11 @@ def in_place(w: Writer) -> Value:
     u = w.keep(v, f"{v.name}.clone()")
     form = w.pick(
         [
-            "{h}.mul_({w})", "{h}.add_({w})", "{h}.tanh_()", "{h}[..., :1] = 0.5", "{h}[..., :1] *= {w}", "F.relu_({h})",
+            "{h}.mul_({w})", "{h}.add_({w})", "{h}.tanh_()", "{h}[..., :1] = 0.5", "{h}[..., :1] *= {w}",
+            "F.relu_({h})",
             "{h}.masked_fill_({h} > 0, 0.3)", "{h}[..., 0].zero_()", "{h}.copy_({h}.sin() * {w})", "{h}[:1] = {w}",
-            "{h}.select(-1, 0).add_({w})", "{h}.add_({v}, alpha=2)", "{h}.transpose(0, -1).mul_({w})", "{h}.sub_({v}.sin())",
+            "{h}.select(-1, 0).add_({w})", "{h}.add_({v}, alpha=2)", "{h}.transpose(0, -1).mul_({w})",
+            "{h}.sub_({v}.sin())",
             "{h}.view(-1)[::2].mul_({w})", "{h}.clamp_(-1, 1)", "{h}.div_({v}.square() + 1)", "{h}.fill_diagonal_(0.2)",
             "{h}.lerp_({v}.sin(), 0.3)", "{h}.index_fill_(-1, torch.zeros(1, dtype=torch.long), 0.1)",
             "{h}.detach_().mul_({w})", "{h}.zero_().add_({w})", "{h}[..., -1:].copy_({v}[..., :1])", "{h}.squeeze_()",
@@ -197,7 +202,8 @@ def hook(w: Writer) -> None:
     v = w.take(tracked=False)
     action = w.pick(
         [
-            "g * 2", "g.clamp(-0.5, 0.5)", "None", "g.mul_(2)", "g.mul_(2) and None", "g / (1 + g.norm())", "g + 0 * g.sum()",
+            "g * 2", "g.clamp(-0.5, 0.5)", "None", "g.mul_(2)", "g.mul_(2) and None", "g / (1 + g.norm())",
+            "g + 0 * g.sum()",
             "g.tanh()", "g.neg()", "g.clone()", "-g",
         ]
     )  # fmt: skip
@@ -226,15 +232,13 @@ def complex_numbers(w: Writer) -> Value:
     c = f"(torch.complex({v.name}, {v.name}.sin()) @ {p})"
     form = w.pick(
         [
-            "{}.real",
-            "{}.imag",
-            "{}.abs()",
-            "{}.conj().imag",
-            "torch.view_as_real({}).sum(-1)",
-            "({0} * {0}.conj()).real",
+            "{}.real", "{}.imag", "{}.abs()", "{}.conj().imag", "torch.view_as_real({}).sum(-1)", "{}.angle()",
+            "({0} * {0}.conj()).real", "torch.view_as_real({}.conj().resolve_conj())[..., 0]",
+            "torch.fft.ifft({}, dim=-1).real", "torch.polar({0}.abs(), {0}.angle()).real", "({} * 1j).imag",
+            "{}.mH.mH.real",
+            "({0}.conj() * 2).sum(-1, keepdim=True).real", "torch.linalg.vector_norm({}, dim=-1, keepdim=True)",
         ]
-        + ["torch.view_as_real({}.conj().resolve_conj())[..., 0]", "torch.fft.ifft({}, dim=-1).real", "{}.angle()"]
-    )
+    )  # fmt: skip
     return w.keep(v, form.format(c))
 
 
@@ -246,16 +250,15 @@ def by_mask(w: Writer) -> Value:
         raise CannotBeWritten
     i = w.named("i", f"ids(B, 2, high={v.name}.shape[1])")
     form = w.pick(
-        ["{h}.gather(1, {i})", "{h}.scatter(1, {i}[:, :1], 0.5)", "{h}[torch.arange(B)[:, None], {i}]"]
-        + [
-            "{h}.scatter_add(1, {i}[:, :1], {h}[:, :1])",
-            "torch.where({i}[:, :1] > 0, {h}, {h}.sin())",
+        [
+            "{h}.gather(1, {i})", "{h}.scatter(1, {i}[:, :1], 0.5)", "{h}[torch.arange(B)[:, None], {i}]",
             "{h} * {i}[:, :1]",
+            "{h}.scatter_add(1, {i}[:, :1], {h}[:, :1])", "torch.where({i}[:, :1] > 0, {h}, {h}.sin())",
+            "{h}.masked_fill({i}[:, 1:] > 0, 0.1)", "F.one_hot({i}[:, 0], {h}.shape[1]) * {h}",
+            "{h}[{i}[:, 0] % max(B, 1)]",
+            "{h}.index_put((torch.arange(B), {i}[:, 0]), torch.tensor(0.5))", "{h}.take_along_dim({i}, 1)",
+            "{h}.index_put((torch.arange(B), {i}[:, 0]), {h}[:, 0], accumulate=True)",
+            "torch.gather({h}, 1, {i}.sort(1).values)",
         ]
-        + [
-            "{h}.masked_fill({i}[:, 1:] > 0, 0.1)",
-            "F.one_hot({i}[:, 0], {h}.shape[1]) * {h}",
-            "{h}.index_put((torch.arange(B), {i}[:, 0]), torch.tensor(0.5))",
-        ]
-    )
+    )  # fmt: skip
     return w.put(form.format(h=v.name, i=i), 0)

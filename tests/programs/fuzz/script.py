@@ -74,7 +74,7 @@ class Script:
         runs = ", ".join(f"({run.seed}, {run.flag}, torch.{run.dtype})" for run in self.runs)
         slack = "rounding(make, want) if dtype != torch.float64 else []" if narrow else "[]"
         return (
-            f"from __future__ import annotations\n{IMPORTS}\n\nPOKE, REPLAY, NOISE = {{}}, {{}}, []\n\n\n{sources}\n\n{self.program}\n\n"
+            f"{IMPORTS}\n\nPOKE, REPLAY, NOISE = {{}}, {{}}, []\n\n\n{sources}\n\n{self.program}\n\n"
             f"for seed, flag, dtype in [{runs}]:\n"
             f"    torch.set_default_dtype(dtype)\n\n"
             f"    def make():\n        torch.manual_seed(seed)\n        losses, params = program(flag)\n"
@@ -84,7 +84,9 @@ class Script:
         )
 
 
-IMPORTS = """from typing import Any
+IMPORTS = """from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -140,15 +142,15 @@ def _run(script: Script, run: Run, counts: dict[str, int]) -> None:
     if losses.ndim != 1 or not params or not all(bool(g.isfinite().all()) for g in want):
         raise Invalid("no losses, no parameters or no finite gradients")
     for name in script.checks:
-        if _applies(name, script, run):
+        if _applies(name, script, run, len(losses)):
             counts[_ask(name, losses, params, want, make)] += 1
 
 
-def _applies(check: str, script: Script, run: Run) -> bool:
+def _applies(check: str, script: Script, run: Run, count: int) -> bool:
     """Whether a check says something about such a program."""
     if check == "call":  # modules are taken from where they were made, and would be parametrised once more
         return run.dtype == "float64" and not re.search(r"parametrizations|requires_grad_", script.program)
-    return check != "independent" or (run.dtype == "float64" and anchored(script.lines))
+    return check != "independent" or (run.dtype == "float64" and anchored(script.lines, count))
 
 
 def _ask(name: str, losses: Tensor, params: list[Tensor], want: list[Tensor], make: checks.Make) -> str:
@@ -207,16 +209,16 @@ def _where(error: Exception) -> str:
     return f"{type(error).__name__} in {frames[-1].name}" if frames else type(error).__name__
 
 
-def anchored(lines: Sequence[str]) -> bool:
-    """Whether all data enter in one statement whose result every loss reads: then the graph shows where samples meet.
+def anchored(lines: Sequence[str], count: int) -> bool:
+    """Whether all data enter in one statement of which each loss reads its part: the graph shows where samples meet.
 
     Otherwise it may not: what all losses share may be made of weights and constants, for all that it shows.
     """
     end = re.fullmatch(r"losses = .*anchor\((h\d+)\)", lines[-1])
     uses = [line for line in lines if re.search(r"\b[xi]\d+\b", line.split("=", 1)[-1])]
-    return (
-        end is not None and len(uses) == 1 and uses[0].startswith(f"{end[1]} = ") and ".requires_grad_" not in uses[0]
-    )
+    if end is None or len(uses) != 1 or lines[0] != f"B = {count}":
+        return False
+    return uses[0].startswith(f"{end[1]} = ") and ".requires_grad_" not in uses[0]
 
 
 def only(script: Script, finding: Finding) -> Script:

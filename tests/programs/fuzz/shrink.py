@@ -47,7 +47,7 @@ def signature(script: Script, finding: Finding) -> tuple[str, ...]:
 
 
 def calls(script: Script) -> set[str]:
-    """The functions and methods that a program calls, with their keywords, and whether some weights are not asked for."""
+    """The functions and methods that a program calls, with keywords, and whether weights are left out."""
     made = {name for line in script.lines for name in [line.split(" = ")[0]] if re.fullmatch(r"[wm]\d+", name)}
     found = {"subset"} if made - set(script.params) else set[str]()
     for node in ast.walk(ast.parse("\n".join(script.lines))):

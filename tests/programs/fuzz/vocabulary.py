@@ -150,3 +150,17 @@ class Mul(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
         x, w = ctx.saved_tensors
         return g * w, (g * x).reshape(-1, w.shape[-1]).sum(0)
+
+
+class NativeLayerNorm(torch.autograd.Function):
+    """A scale along the last dim, named like PyTorch's own norm."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return g * w, (g * x).reshape(-1, w.shape[-1]).sum(0)

@@ -1,4 +1,4 @@
-"""Writes a random program, line by line: each line is run as soon as it is written, and dropped if PyTorch refuses it."""
+"""Writes a random program line by line: each is run as soon as it is written, and dropped if PyTorch refuses it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class CannotBeWritten(Exception):
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor of the program. Sample i lies along dim `at`, `outer` times, `inner` in a row; at < 0 if nobody knows."""
+    """A tensor of the program. Samples lie along dim `at`, `outer` times, `inner` in a row; at < 0 if nobody knows."""
 
     name: str
     tensor: Tensor
