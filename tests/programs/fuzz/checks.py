@@ -96,6 +96,21 @@ def check_part(losses: Tensor, params: list[Tensor], want: list[Tensor], slack: 
         )
 
 
+def check_fresh(losses: Tensor, params: list[Tensor], want: list[Tensor], slack: list[Tensor], make: Make) -> None:
+    """A graph that no backward has seen, and that is not kept."""
+    others, leaves = make()
+    for k, (g, e) in enumerate(zip(ps.grad(others, leaves), want, strict=True)):
+        same(f"ps.grad of parameter {k} of a fresh graph", g, e, slack[k] if slack else 0.0)
+
+
+def check_memory(losses: Tensor, params: list[Tensor], want: list[Tensor], slack: list[Tensor], make: Make) -> None:
+    """Norms of a fresh graph in as little memory as one sample needs, or a little more."""
+    others, leaves = make()
+    size = sum(p.numel() for p in params)
+    got = ps.norms(others, leaves, max_memory=20 * size + 100)
+    same("ps.norms with max_memory", got, flat_norms(want).to(got.dtype), 10 * size * slack[0] if slack else 1e-9)
+
+
 def check_norms(losses: Tensor, params: list[Tensor], want: list[Tensor], slack: list[Tensor], make: Make) -> None:
     """Norms, which are computed without the rows where that is faster."""
     size = sum(p.numel() for p in params) ** 0.5

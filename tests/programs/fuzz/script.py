@@ -218,7 +218,7 @@ def anchored(lines: Sequence[str], count: int) -> bool:
     uses = [line for line in lines if re.search(r"\b[xi]\d+\b", line.split("=", 1)[-1])]
     if end is None or len(uses) != 1 or lines[0] != f"B = {count}":
         return False
-    return uses[0].startswith(f"{end[1]} = ") and ".requires_grad_" not in uses[0]
+    return re.match(rf"{end[1]} = .*\b[wm]\d+\b", uses[0]) is not None and ".requires_grad_" not in uses[0]
 
 
 def only(script: Script, finding: Finding) -> Script:
