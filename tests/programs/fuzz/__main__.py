@@ -23,12 +23,13 @@ def main() -> int:
     parser.add_argument(
         "--known", type=Path, help="a file of signatures, one JSON list per line, that are not findings"
     )
+    parser.add_argument("--alarms", action="store_true", help="also find samples that are said to interact, and do not")
     options = parser.parse_args()
     seed = int(time()) % 1_000_000 * 1_000 if options.seed is None else options.seed
     known = {tuple(json.loads(line)) for line in options.known.read_text().splitlines()} if options.known else set()
     torch.set_num_threads(1)  # the tensors are tiny
     print(f"seed {seed}", flush=True)
-    hunt = Hunt(known, say=lambda text: print(text, flush=True))
+    hunt = Hunt(known, options.alarms, say=lambda text: print(text, flush=True))
     hunt.run(islice(count(seed), options.programs), options.minutes * 60)
     for found in hunt.found:
         print(f"seed {found.seed}: {json.dumps(found.signature)}")

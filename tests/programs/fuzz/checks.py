@@ -174,10 +174,12 @@ def check_reduce(losses: Tensor, params: list[Tensor], want: list[Tensor], slack
     same("ps.Gram", gram, (flat @ flat.t()).to(gram.dtype), loose * (1 + float(flat.abs().sum())))
 
 
-def affected(losses: Tensor, want: list[Tensor], make: Make) -> dict[str, list[int]]:
+def affected(
+    losses: Tensor, want: list[Tensor], make: Make, places: tuple[float, ...] = (0.2, 0.8)
+) -> dict[str, list[int]]:
     """The losses that change, in value or gradient, when one element of the data does: for some elements."""
     found = {}
-    for tensor, place in [(t, p) for t in (1, 2, 3) for p in (0.2, 0.8)]:
+    for tensor, place in [(t, p) for t in (1, 2, 3) for p in places]:
         POKE.update(tensor=tensor, place=place, seen=0)
         try:
             others, params = make()
@@ -203,6 +205,17 @@ def check_independent(
     same("ps.norms with independent=True", got, flat_norms(want).to(got.dtype), 1e-9)
     meet = {place: who for place, who in affected(losses, want, make).items() if len(who) > 1}
     assert not meet, f"independent=True raised nothing, but several losses depend on the same data: {meet}"
+
+
+def check_alarm(losses: Tensor, params: list[Tensor], want: list[Tensor], slack: list[Tensor], make: Make) -> None:
+    """Samples that are said to interact do."""
+    try:
+        ps.norms(losses, params, retain_graph=True, independent=True)
+        return
+    except ps.InteractionError as error:
+        told = str(error)
+    meet = any(len(who) > 1 for who in affected(losses, want, make, tuple(k / 16 for k in range(16))).values())
+    assert meet, f"no loss is seen to depend on another's data, but there was an InteractionError: {told}"
 
 
 class Recorded(nn.Module):

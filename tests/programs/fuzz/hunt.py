@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import monotonic
 
 from .generate import generate
@@ -30,6 +30,7 @@ class Hunt:
     """What was run and what came of it. Programs that call all that a known finding calls are taken for it."""
 
     known: set[Signature] = field(default_factory=set)
+    alarms: bool = False  # whether samples that are said to interact, and do not, are findings
     say: Callable[[str], None] = print
     seconds_to_shrink: float = 30.0
     counts: Counter[str] = field(default_factory=Counter)
@@ -57,6 +58,8 @@ class Hunt:
         if script is None:
             self.counts["empty"] += 1
             return
+        if self.alarms:
+            script = replace(script, checks=(*script.checks, "alarm"))
         try:
             self.counts.update(evaluate(script))
         except Invalid:

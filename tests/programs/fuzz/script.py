@@ -150,7 +150,7 @@ def _applies(check: str, script: Script, run: Run, count: int) -> bool:
     """Whether a check says something about such a program."""
     if check == "call":  # modules are taken from where they were made, and would be parametrised once more
         return run.dtype == "float64" and not re.search(r"parametrizations|requires_grad_", script.program)
-    return check != "independent" or (run.dtype == "float64" and anchored(script.lines, count))
+    return check not in ("independent", "alarm") or (run.dtype == "float64" and anchored(script.lines, count))
 
 
 def _ask(name: str, losses: Tensor, params: list[Tensor], want: list[Tensor], make: checks.Make) -> str:
@@ -218,7 +218,8 @@ def anchored(lines: Sequence[str], count: int) -> bool:
     uses = [line for line in lines if re.search(r"\b[xi]\d+\b", line.split("=", 1)[-1])]
     if end is None or len(uses) != 1 or lines[0] != f"B = {count}":
         return False
-    return re.match(rf"{end[1]} = .*\b[wm]\d+\b", uses[0]) is not None and ".requires_grad_" not in uses[0]
+    frozen = any(".requires_grad_" in line for line in lines)
+    return not frozen and re.match(rf"{end[1]} = (?=.*\b[wm]\d+\b).*\bx\d+\b", uses[0]) is not None
 
 
 def only(script: Script, finding: Finding) -> Script:

@@ -57,10 +57,7 @@ def data(*shape: int, batch: int = 0) -> Tensor:
 
 def ids(*shape: int, high: int, batch: int = 0) -> Tensor:
     """Whole numbers below `high` for every sample, along one dim."""
-    x = torch.randint(high, shape)
-    if poked(x):
-        x.view(-1)[int(POKE["place"] * x.numel())] += 1
-    return replayed("data", x % high)
+    return replayed("data", torch.randint(high, shape))
 
 
 def poked(x: Tensor) -> bool:
