@@ -32,12 +32,12 @@ def draw(*shape: int) -> Tensor:
 
 def weight(*shape: int) -> Tensor:
     """A parameter."""
-    return replayed("weights", (draw(*shape) * 0.6).requires_grad_())
+    return replayed("weights", nn.Parameter(draw(*shape) * 0.6))
 
 
 def complex_weight(*shape: int) -> Tensor:
     """A complex parameter."""
-    return replayed("weights", torch.complex(draw(*shape) * 0.6, draw(*shape) * 0.6).requires_grad_())
+    return replayed("weights", nn.Parameter(torch.complex(draw(*shape), draw(*shape)) * 0.6))
 
 
 def fresh(module: nn.Module) -> Any:
