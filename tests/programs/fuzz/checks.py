@@ -257,3 +257,5 @@ def check_call(losses: Tensor, params: list[Tensor], want: list[Tensor], slack: 
     for (name, p), e in zip(module.named_parameters(), rows_of_module, strict=True):
         got = getattr(p, "grad_sample", None)
         same(f"grad_sample of {name}", torch.zeros_like(e) if got is None else got, e, 1e-9)
+    meet = {place: who for place, who in affected(losses, want, make).items() if len(who) > 1}
+    assert not meet, f"the gate let pass that several losses depend on the same data: {meet}"

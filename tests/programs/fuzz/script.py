@@ -149,7 +149,7 @@ def _run(script: Script, run: Run, counts: dict[str, int]) -> None:
 def _applies(check: str, script: Script, run: Run, count: int) -> bool:
     """Whether a check says something about such a program."""
     if check == "call":  # modules are taken from where they were made, and would be parametrised once more
-        return run.dtype == "float64" and not re.search(r"parametrizations|requires_grad_", script.program)
+        return run.dtype == "float64" and not re.search(r"parametrizations|requires_grad_|detach", script.program)
     return check not in ("independent", "alarm") or (run.dtype == "float64" and anchored(script.lines, count))
 
 
@@ -218,8 +218,8 @@ def anchored(lines: Sequence[str], count: int) -> bool:
     uses = [line for line in lines if re.search(r"\b[xi]\d+\b", line.split("=", 1)[-1])]
     if end is None or len(uses) != 1 or lines[0] != f"B = {count}":
         return False
-    frozen = any(".requires_grad_" in line for line in lines)
-    return not frozen and re.match(rf"{end[1]} = (?=.*\b[wm]\d+\b).*\bx\d+\b", uses[0]) is not None
+    cut = any(word in line for line in lines for word in ("requires_grad_", "detach"))
+    return not cut and re.match(rf"{end[1]} = (?=.*\b[wm]\d+\b).*\bx\d+\b", uses[0]) is not None
 
 
 def only(script: Script, finding: Finding) -> Script:
