@@ -5,18 +5,20 @@ STAMP := $(VENV)/.installed
 PEERS := .venv-peers
 PEERS_STAMP := $(PEERS)/.installed
 RESULTS := build/benchmarks
-LATEST := .venv-latest
 # One torch thread per worker: the workers are the parallelism.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
+# What chooses by the kind of CPU, and what is computed by that choice.
+BY_CPU := tests/kernels tests/factors tests/reductions tests/nn tests/benchmarks tests/test_grad.py src
 
 .DEFAULT_GOAL := help
-.PHONY: help demo fuzz test test-all test-torch-latest lint docs dist clean
+.PHONY: help demo fuzz test test-all test-torch lint docs dist clean
 .PHONY: bench bench-docs bench-expanded bench-monitor bench-pages bench-parts bench-peers bench-private bench-scaling
 
 help:
 	@echo "make demo      finds wrong labels, trains privately, checks itself; writes build/demo.html (a minute)"
 	@echo "make test      lint, types and tests (what CI runs)"
-	@echo "make test-all  the same with the slow tests"
+	@echo "make test-all  the same with the slow tests, and those of kernels as on CPUs of other kinds"
+	@echo "make test-torch TORCH=2.15.0      the tests with a release of torch (default: the newest), installed beside"
 	@echo "make fuzz      random programs against the definition, MINUTES=10 of them, from SEED= on"
 	@echo "make bench     the benchmarks (8 minutes); make bench-expanded: against PyTorch's expanded weights"
 	@echo "make bench-private                private training steps beside Opacus, part of make bench (2 minutes)"
@@ -25,7 +27,7 @@ help:
 	@echo "make bench-docs                   these three, and the figures in docs/ made from them"
 	@echo "make bench-monitor                what ps.Monitor adds to a training loop (5 minutes)"
 	@echo "make docs      the site of docs/, into build/site"
-	@echo "make dist      an sdist and a wheel; make test-torch-latest: the tests with the newest torch"
+	@echo "make dist      an sdist and a wheel"
 	@echo "make lint      ruff and mypy only"
 	@echo "make clean     remove .venv and all caches"
 
@@ -49,6 +51,9 @@ test: lint
 
 test-all: lint
 	$(PYTEST)
+	for cpu in $$($(BIN)/python -m tests.capabilities); do \
+		echo "as on a CPU with $$cpu" && ATEN_CPU_CAPABILITY=$$cpu $(PYTEST) $(BY_CPU) || exit 1; \
+	done
 
 # Exit code 1 if anything was found; what is printed can be pasted.
 MINUTES ?= 10
@@ -98,9 +103,9 @@ bench-monitor: $(STAMP)
 dist: $(STAMP)
 	$(BIN)/python -m build
 
-# Says what it ran, or why it did not. CUDA=1 allows a torch that brings CUDA with it.
-test-torch-latest: $(STAMP)
-	$(BIN)/python tests/packaging/torch_latest.py --venv $(LATEST) $(if $(CUDA),--cuda)
+# Says what it ran, and how that went. TESTS="tests/graph -k names" runs a part.
+test-torch:
+	$(PYTHON) tests/packaging/torch_release.py --torch '$(or $(TORCH),newest)' --tests "$(TESTS)"
 
 # The variable silences a notice about the successor of mkdocs, not a warning about these pages.
 docs: $(STAMP)
@@ -108,5 +113,5 @@ docs: $(STAMP)
 	@echo "build/site/index.html"
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(LATEST) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(PEERS) .venv-torch-* build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -206,3 +206,65 @@ def test_a_kept_cotangent_that_changes_is_refused() -> None:
     weights = [torch.randn(4, 4).double().requires_grad_() for _ in range(2)]
     with pytest.raises(ps.UnsupportedError, match="changed in place during the backward"):
         ps.clipped_sum(turned_around(weights), weights, max_norm=0.1)
+
+
+def pair(hook: str, order: int) -> tuple[list[Tensor], Callable[[], Tensor]]:
+    """Two weights whose products are added: the sum's backward hands one tensor to both."""
+    torch.manual_seed(0)
+    x = torch.randn(3, 4).double()
+    w, v = torch.randn(4, 2).double().requires_grad_(), torch.randn(4, 2).double().requires_grad_()
+
+    def losses() -> Tensor:
+        a, b = (x @ w, x @ v) if order else (x @ v, x @ w)[::-1]
+        total = a + b
+        if hook == "operand":
+            a.register_hook(lambda g: g.mul_(2))
+        elif hook == "function":
+            total = Reversed.apply(a) + b
+        elif hook == "view":
+            a.register_hook(lambda g: None if g.view(-1)[:3].zero_() is None else g)
+        elif hook == "sum":
+            total.register_hook(lambda g: g.mul_(2))
+        elif hook == "copy":
+            a.register_hook(lambda g: g * 2)
+        return total.tanh().sum(1)
+
+    return [w, v], losses
+
+
+@pytest.mark.parametrize("order", [0, 1])
+@pytest.mark.parametrize("below", [False, True])
+@pytest.mark.parametrize("hook", ["operand", "function", "view", "sum", "copy"])
+def test_a_hook_that_changes_memory_of_others(hook: str, below: bool, order: int) -> None:
+    """Nobody else's gradient changes with it, at the last layers that the engine stops at as well as in between."""
+    params, losses = pair(hook, order)
+    scale = nn.Parameter(torch.ones(3).double())  # in front of them, so that the engine passes them by
+
+    def scaled() -> Tensor:
+        return losses() * scale if below else losses()
+
+    want = definition(scaled(), params)
+    may_refuse = (ps.UnsupportedError,) if hook in ("operand", "function", "view") else ()
+    try:
+        found = ps.grad(scaled(), params)
+    except may_refuse:
+        return
+    assert_same(found, want)
+
+
+def test_the_refusal_says_what_to_do() -> None:
+    params, losses = pair("operand", 1)
+    with pytest.raises(ps.UnsupportedError, match=r"changed in place during the backward.*work on a copy"):
+        ps.grad(losses(), params)
+
+
+def test_a_hook_may_change_a_cotangent_that_nobody_else_has() -> None:
+    torch.manual_seed(0)
+    x, w = torch.randn(3, 4).double(), torch.randn(4, 2).double().requires_grad_()
+
+    def losses() -> Tensor:
+        h = x @ w
+        h.register_hook(lambda g: g.clamp_(-0.1, 0.1))
+        return h.tanh().sum(1)
+
+    assert_same(ps.grad(losses(), [w]), definition(losses(), [w]))

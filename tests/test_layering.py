@@ -28,13 +28,14 @@ LAYERS = [
     "cli",
 ]  # each may import itself and those before it
 APART = {"graph": "reductions", "expanded": "reductions"}  # but neither way in knows what is asked of it
-EVERYWHERE = {"_errors", "_version"}  # plain names that anybody may use
+EVERYWHERE = {"_errors", "_releases", "_version"}  # plain names that anybody may use
 TOP_MODULES = {"api", "call", "explain", "monitor", "reduce", "shortcuts", "testing", "params", "rerun", "_table"}
 
-# Names without promises, by what they are used for; graph/saved.py is the one file that may know them.
+# Names without promises, by what they are used for; one file for each subject may know them.
 PRIVATE_ATTRIBUTES = ("_saved_", "_raw_saved_", "_input_metadata", "_functorch", "_inductor", "_dynamo", "_autograd")
 PRIVATE_MODULES = ("torch._", "torch.utils._", "torch.autograd._")
 KEEPER = ROOT / "graph" / "saved.py"
+KEEPERS = {KEEPER, ROOT / "graph" / "library.py"}  # nodes of the graph; ops of torch.library
 
 
 def name_of(path: Path) -> str:
@@ -102,7 +103,7 @@ def private_names(path: Path) -> Iterator[str]:
             yield f"line {line}: {node.module}"
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if p != KEEPER], ids=name_of)
+@pytest.mark.parametrize("path", [p for p in FILES if p not in KEEPERS], ids=name_of)
 def test_private_names_of_torch_stay_in_one_file(path: Path) -> None:
     assert not list(private_names(path)), f"{name_of(path)}: move what reads these into graph/saved.py"
 
@@ -111,6 +112,18 @@ def test_the_search_sees_private_names() -> None:
     found = " ".join(private_names(KEEPER))
     assert "_saved_" in found
     assert "torch._" in found
+
+
+KERNELS = ROOT / "kernels" / "library.py"  # which gives them no strides or signs that autograd would not
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p not in (KERNELS, KEEPER)], ids=name_of)
+def test_kernels_of_torch_are_called_from_one_file(path: Path) -> None:
+    assert "torch.ops" not in path.read_text(), f"{name_of(path)}: call it in kernels/library.py"
+
+
+def test_the_one_file_calls_them() -> None:
+    assert "torch.ops.aten" in KERNELS.read_text()
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)

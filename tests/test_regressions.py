@@ -119,7 +119,47 @@ def test_check_sees_one_wrong_row_beside_a_large_one(monkeypatch: pytest.MonkeyP
 def test_explain_and_grad_agree_on_a_hidden_region_of_one_sample() -> None:
     net = nn.Linear(3, 2)
     x = torch.randn(1, 3, requires_grad=True)
-    losses = torch.utils.checkpoint.checkpoint(net, x, use_reentrant=True).square().sum(1)
+    noisy = lambda x: torch.nn.functional.dropout(net(x))  # noqa: E731
+    losses = torch.utils.checkpoint.checkpoint(noisy, x, use_reentrant=True, preserve_rng_state=False).square().sum(1)
     assert all(row.handling.startswith("refused") for row in ps.explain(losses, net).rows)
-    with pytest.raises(ps.UnsupportedError, match="use_reentrant"):
+    with pytest.raises(ps.UnsupportedError, match="preserve_rng_state=True"):
         ps.grad(losses, net)
+
+
+@pytest.mark.parametrize(
+    "losses", [lambda y: y.sum((1, 2)), lambda y: y.mean(2)[:, 1], lambda y: y.transpose(1, 2).amax((1, 2))]
+)
+def test_group_norm_whose_cotangent_is_expanded(losses: Any) -> None:
+    net, x = nn.GroupNorm(2, 4, dtype=torch.float64), torch.randn(3, 4, 5, dtype=torch.float64)
+    want = definition(losses(net(x)), net)
+    assert_same(ps.grad(losses(net(x)), net), want)
+    losses(ps.call_for_per_sample_grads(net, loss_reduction="sum")(x)).sum().backward()
+    assert_same({name: p.grad_sample for name, p in net.named_parameters()}, want)
+
+
+MOVED = {
+    "transposed": lambda w: w.transpose(0, -1),
+    "rolled": lambda w: w.roll(1),
+    "selected": lambda w: w.index_select(0, torch.tensor([0])).reshape(()),
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_views_of_a_weight_without_dims(name: str) -> None:
+    w = parameter()
+    losses = (X * MOVED[name](w)).sum(1)
+    assert_same(ps.grad(losses, [w], retain_graph=True), definition(losses, [w]))
+
+
+@pytest.mark.filterwarnings("ignore::persample.PerformanceWarning")
+def test_a_backward_that_reads_its_cotangent_from_the_start_of_memory() -> None:
+    w, v = parameter(3), parameter(2)
+    losses = (X * torch.as_strided_scatter(w, v, (2,), (1,), 1)).sum(1)
+    assert_same(ps.grad(losses, [w, v], retain_graph=True), definition(losses, [w, v]))
+
+
+@pytest.mark.filterwarnings("ignore::persample.PerformanceWarning")
+def test_rows_of_a_number_read_by_index() -> None:
+    w = parameter()
+    losses = torch.stack([w.index_select(0, torch.tensor([0])).reshape(()) * row.sum() for row in X])
+    assert_same(ps.grad(losses, [w], retain_graph=True), definition(losses, [w]))

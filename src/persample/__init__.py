@@ -1,5 +1,8 @@
 """The gradient of every single example, for any PyTorch model, at about the price of one ordinary backward."""
 
+from . import _releases as _releases  # first: an old PyTorch is refused here, not where something of it is missing
+
+# isort: split
 from . import expanded, nn, testing
 from ._errors import InteractionError, NonFiniteError, PerformanceWarning, UnsupportedError
 from ._version import __version__

@@ -8,13 +8,11 @@ from typing import overload
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointError
 
 from ._errors import UnsupportedError
 from .distributed import undisturbed
 from .factors import Factor
 from .graph.entry import capture_into
-from .graph.saved import SEES_CHECKPOINTS
 from .kernels.pages import POOL, fresh
 from .params import Params, named, pack
 
@@ -67,8 +65,8 @@ def grad(
 
     Returns:
         (B, *shape) per parameter: a dict for a module or a mapping, a tuple for a sequence. Parameters that the
-        losses do not reach get zeros; frozen ones are left out of a dict. On Linux, the storage of a result of 64 MB or
-        more cannot be resized.
+        losses do not reach get zeros; frozen ones are left out of a dict. On Linux, the storage of a result of 4 MB or
+        more cannot be made larger (``resize_``), as it is not from PyTorch's allocator.
     """
     tensors = named(params)
     check_losses(losses)
@@ -115,11 +113,6 @@ def boundary(losses: Tensor) -> Iterator[None]:
                 "a compiled region was compiled for one backward only, and more are needed here (retain_graph=True, or "
                 "a custom Function beside it): use the model without torch.compile, or set "
                 "torch._functorch.config.donated_buffer = False before its first backward"
-            ) from error
-        if isinstance(error, CheckpointError) and not SEES_CHECKPOINTS:
-            raise UnsupportedError(
-                "non-reentrant checkpointing needs torch 2.10 or later here, and this torch is older: "
-                "update it, or compute these losses without checkpointing"
             ) from error
         raise
 

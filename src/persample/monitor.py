@@ -14,8 +14,8 @@ from torch import Tensor
 
 from .api import boundary, check_losses
 from .distributed import accumulate
+from .graph.roots import Roots
 from .graph.saved import late_hooks
-from .graph.tape import walk
 from .params import Params, named
 from .reduce import reduce
 from .reductions.spread import MeanAndNorms, Spread
@@ -172,7 +172,7 @@ class Monitor:
         """Does a backward do no more than add to the gradients of our parameters?"""
         if not len(losses) or losses.grad_fn is None or (dist.is_available() and dist.is_initialized()):
             return False
-        return not walk([losses.grad_fn], named(self.params).values()).others
+        return not Roots.of_losses(losses).walk(named(self.params).values()).others
 
     def _look(self, losses: Tensor, ids: Sequence[Any] | Tensor | None, *, retain_graph: bool) -> tuple[Record, Spread]:
         (spread,) = reduce(losses, self.params, MeanAndNorms(), retain_graph=retain_graph)

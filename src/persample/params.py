@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
+import torch
 from torch import Tensor, nn
 
+from ._errors import UnsupportedError
 from .graph.saved import has_hooks
 
 Params = nn.Module | Mapping[str, Tensor] | Sequence[Tensor]
@@ -27,6 +29,7 @@ def named(params: Params) -> dict[str, Tensor]:
             f"not {type(params).__name__}; for one tensor write [tensor], for a generator list(...)"
         )
     for name, p in found.items():
+        _refuse_sparse(p, name)
         _refuse_hooks(p, name)
     return found
 
@@ -50,6 +53,15 @@ def _trainable(p: object, what: str) -> Tensor:
             f"before the losses are computed"
         )
     return tensor
+
+
+def _refuse_sparse(p: Tensor, name: str) -> None:
+    """Its gradient is defined at the places that hold numbers, and PyTorch's ops do not agree on which form it has."""
+    if p.layout != torch.strided:
+        raise UnsupportedError(
+            f"parameter {name!r} of shape {tuple(p.shape)} is sparse ({p.layout}): train p.to_dense(), or the values "
+            f"alone (torch.sparse_coo_tensor(indices, values, size) inside the model)"
+        )
 
 
 def _refuse_hooks(p: Tensor, name: str) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from io import StringIO
@@ -123,11 +125,22 @@ def test_a_crash_does_not_end_the_suite(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_process_that_takes_too_long_is_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    slow = tmp_path / "slow"
-    slow.write_text('#!/bin/sh\necho \'{"workload": "a", "status": "ok"}\'\nprintf \'{"workl\'\nexec sleep 60\n')
+    slow, written = tmp_path / "slow", tmp_path / "written"
+    rows = """echo '{"workload": "a", "status": "ok"}'; printf '{"workl'"""
+    slow.write_text(f"#!/bin/sh\n{rows}; touch {written}; exec sleep 600\n")
     slow.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(slow))
-    assert processes.run_worker("norms", ["a", "b"], timeout=0.3) == [{"workload": "a", "status": "ok"}]
+    plain = subprocess.Popen.communicate
+
+    def communicate(self: subprocess.Popen[bytes], timeout: float | None = None) -> tuple[bytes, bytes]:
+        if timeout is None:
+            return plain(self)
+        while not written.exists():  # however long that takes
+            time.sleep(0.01)
+        return plain(self, timeout=0)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", communicate)
+    assert processes.run_worker("norms", ["a", "b"], timeout=9.0) == [{"workload": "a", "status": "ok"}]
 
 
 @pytest.mark.parametrize("workload", [w for w in TABLE if w.name in DEFAULT], ids=lambda w: w.name)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from benchmarks import fit_convolutions
 from benchmarks.convolutions import GRID, square
 from benchmarks.fit_convolutions import draw, fit, is_useful
 from persample.kernels.conv_costs import TERMS
-from persample.kernels.conv_rates import AVX2, AVX512
+from persample.kernels.conv_rates import RATES
 from persample.kernels.conv_select import counts_of
 
 
@@ -42,9 +44,9 @@ def test_every_way_of_every_kernel_has_a_price() -> None:
     for _ in range(600):
         shape = draw(chance)
         counts = counts_of(*shape.key) if is_useful(shape) else None
-        for terms in TERMS.values() if counts is not None else ():
-            way, found = terms(counts)
-            assert set(found) == set(AVX2[way]) == set(AVX512[way])
+        for terms, table in product(TERMS.values(), RATES) if counts is not None else ():
+            way, found = terms(replace(counts, table=table))
+            assert set(found) == set(RATES[table][way])
             assert all(count >= 0 for count in found.values())
 
 

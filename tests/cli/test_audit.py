@@ -137,13 +137,14 @@ def test_what_the_graph_hides_is_unknown() -> None:
 
 
 def test_a_refusal_is_told() -> None:
-    class Reentrant(nn.Linear):
+    class Forgetful(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(super().forward, x.requires_grad_(), use_reentrant=True)  # type: ignore[no-any-return]
+            noisy = lambda x: nn.functional.dropout(nn.functional.linear(x, self.weight, self.bias))  # noqa: E731
+            return checkpoint(noisy, x.requires_grad_(), use_reentrant=True, preserve_rng_state=False)  # type: ignore[no-any-return]
 
-    found = report(Reentrant(3, 2), repeats=1)
+    found = report(Forgetful(3, 2), repeats=1)
     assert (found.works, found.exact, found.exit_code) == (False, False, 4)
-    assert "use_reentrant=False" in (found.refusal or "")
+    assert "preserve_rng_state=True" in (found.refusal or "")
     assert found.coverage() == {"refused": 2}
     assert found.costs == ()
     assert "refused: " in str(found)

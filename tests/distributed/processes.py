@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_PATIENCE = 120.0  # seconds for one function, before the processes are ended
-_TIMEOUT = timedelta(seconds=30)  # for one collective
+_PATIENCE = 600.0  # seconds for one function, before the processes are ended: for what hangs, not for what is slow
+_TIMEOUT = timedelta(seconds=300)  # for one collective
 
 # The first start imports torch once; all processes are copies of that one.
 _CONTEXT = multiprocessing.get_context("forkserver")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import persample as ps
+from persample.distributed.shards import _groups
 from tests.distributed.models import (
     Merged,
     Net,
@@ -59,29 +61,27 @@ def own(rows: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    """What FSDP knows of itself, by the module's name."""
+    """All that FSDP knows of itself, by the module's name: names that a later release adds, too."""
     found: dict[str, Any] = {}
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
-            found[name] = (
-                state._training_state,
-                state._state_ctx.is_last_backward,
-                state._state_ctx.post_backward_final_callback_queued,
-                [
-                    (
-                        g._training_state,
-                        g._sharded_state,
-                        g.reduce_grads,
-                        g.reshard_after_backward,
-                        list(g._post_forward_indices),
-                        len(g.comm_ctx.post_forward_order),
-                        g._all_gather_result,
-                    )
-                    for g in state._fsdp_param_groups
-                ],
-            )
+            members = [plain_values(vars(g)) for g in _groups(state)]
+            found[name] = [*map(plain_values, (vars(state), vars(state._state_ctx), vars(state._comm_ctx))), members]
     return found
+
+
+def plain_values(values: dict[str, Any]) -> dict[str, Any]:
+    """Flags and numbers as they are, lists and the like by what they hold; of other objects whether there is one."""
+    simple = (bool, int, float, str, Enum)
+    return {
+        name: value
+        if isinstance(value, simple)
+        else (len(value), [v for v in value if isinstance(v, simple)])
+        if isinstance(value, list | tuple | dict | set)
+        else value is None
+        for name, value in values.items()
+    }
 
 
 def every_verb(rank: int, world: int, wraps: str, reshard: bool | None) -> None:
@@ -107,6 +107,25 @@ def every_verb(rank: int, world: int, wraps: str, reshard: bool | None) -> None:
     again = ps.grad(losses(sharded, ids), sharded)
     all_close(again, rows)
     assert ps.explain(losses(sharded, ids), sharded).rows[0].parameter == "words.weight"
+
+
+@pytest.mark.parametrize("wraps", WRAPS)
+def test_the_last_call_leaves_what_a_backward_leaves(two: Processes, wraps: str) -> None:
+    two.run(after_the_last_call, wraps)
+
+
+def after_the_last_call(rank: int, world: int, wraps: str) -> None:
+    one, other = shard(make(), wraps), shard(make(), wraps)
+    for step in range(2):
+        ids = batch(rank, 3, step)
+        losses(other, ids).sum().backward()
+        other.zero_grad()
+        ps.norms(losses(one, ids), one)
+        assert state_of(one) == state_of(other)
+    if hasattr(one, "set_manual_backward_finalization"):  # from torch 2.15 on: refused while a backward is unfinished
+        one.set_manual_backward_finalization(True)
+        ps.norms(losses(one, batch(rank, 3)), one)
+        one.set_manual_backward_finalization(False)
 
 
 @pytest.mark.parametrize("reshard", [True, False, None])

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from persample.factors import Convolution, Dense, Factor, Masked, Outer, Rows, Sum, View, combine
+from persample.factors import Convolution, Deferred, Dense, Factor, Masked, Outer, Rows, Sum, View, combine
 from persample.factors.moves import AsComplex, Cast, Flip, Move, Permute, Reshape, Roll, Section
 from tests.kernels.conv_cases import CASES as CONVOLUTIONS
 from tests.kernels.conv_cases import Case, case
@@ -41,6 +41,16 @@ def outer(T: int, shape: Shape = SHAPE, groups: Shape = (), scale: float = 1.0) 
     def make(B: int, dtype: torch.dtype) -> Made:
         p, d = shape
         return outer_of(numbers(dtype, B, *groups, T, p), numbers(dtype, B, *groups, T, d), scale)
+
+    return make
+
+
+def deferred(T: int, most: int) -> Make:
+    """Outer products that are fetched for a few samples at a time."""
+
+    def make(B: int, dtype: torch.dtype) -> Made:
+        kept, want = outer(T)(B, dtype)
+        return Deferred(kept.__getitem__, B, T, kept.shape, kept.tensors, most), want  # type: ignore[arg-type]
 
     return make
 
@@ -197,6 +207,13 @@ FACTORS: dict[str, Make] = {
         for R in ((0, 1, 2) if name in ("2d-pad", "2d-groups-stride", "2d-transposed-stride") else (1,))
     },
     **{f"convolution-gram-{name}-R{R}": convolution(c, R) for name, c in GRAM_CONVOLUTIONS.items() for R in (1, 2)},
+    "deferred-T1": deferred(1, 2),
+    "deferred-gram": deferred(3, 1),
+    "deferred-T40": deferred(40, 2),
+    "deferred-T0": deferred(0, 1),
+    "deferred-at-once": deferred(3, 100),
+    "sum-deferred": total(deferred(3, 2), rows(4), build=combine),
+    "view-deferred": view(deferred(3, 2), (4, 6), Permute((1, 0)), lambda t: t.t()),
     "sum-tied": total(outer(3, TABLE), rows(4, TABLE, skipped=True)),
     "sum-tied-rows-first": total(rows(4, TABLE), outer(1, TABLE, scale=-0.5)),
     "sum-tied-T0": total(outer(0, TABLE), rows(4, TABLE)),

@@ -162,7 +162,7 @@ PATHS = {
 
 @pytest.mark.parametrize(("written", "name"), [(w, name) for w, names in PATHS.items() for name in names.split()])
 def test_both_ways_to_norms_are_taken(written: bool, name: str) -> None:
-    """The tests above are worth little if all factors go one way."""
+    """The tests above are worth little if all factors go one way: on every CPU, they choose by the costs of one."""
     factor, _ = FACTORS[name](2, torch.float64)
     assert factor.prefers_stack(reused=False) == written
     written_out = Factor._compute_norms(factor, Workspace())

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from persample.factors import Convolution, Dense, Factor, Masked, Outer, Rows, Sum, View, Workspace
+from persample.factors import Convolution, Deferred, Dense, Factor, Masked, Outer, Rows, Sum, View, Workspace
 from persample.factors.moves import Cast
 from persample.kernels.gram import gram_norms
 from tests.factors import (
@@ -144,6 +144,8 @@ def spoil(factor: Any, sample: int, value: float) -> None:
     """Overwrite what one sample's gradients are made from."""
     if isinstance(factor, Masked):
         factor.value.masked_fill_(factor.index == sample, value)
+    elif isinstance(factor, Deferred):
+        spoil(factor._make.__self__, sample, value)
     elif isinstance(factor, View):
         spoil(factor.base, sample, value)
     elif isinstance(factor, Sum):

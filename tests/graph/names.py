@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.resources.abc import Traversable
 
 import torch
 
-from persample.graph.saved import _THROUGH
+from persample.graph.saved import THROUGH
 from persample.graph.tape import _strip
 
 NODES = frozenset(_strip(name) for name in dir(torch._C._functions) if not name.startswith("__"))
 
-# Nodes of the newest torch that the oldest one does not have.
-LATER = frozenset({"Aminmax", "Ldexp"})
+# Nodes that not all releases have, with those of `persample._releases.TESTED` that do.
+SOME: Mapping[str, frozenset[tuple[int, int]]] = {
+    "Aminmax": frozenset({(2, 13), (2, 14), (2, 15)}),
+    "Cholesky": frozenset({(2, 10), (2, 13)}),
+    "Ldexp": frozenset({(2, 13), (2, 14), (2, 15)}),
+}
 
 # Python nodes of DDP and FSDP2; tests/distributed/test_names.py looks them up.
-WRAPPERS = frozenset(_strip(name) for name in _THROUGH)
+WRAPPERS = frozenset(THROUGH)
 
 _READERS = {"number", "numbers", "tensor", "optional", "value", "dims"}
 

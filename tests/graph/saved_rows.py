@@ -25,8 +25,10 @@ class Row(NamedTuple):
     saved: dict[str, Any]
 
 
+MEAN = c(3)
 M, N, V, U, X = w(2, 3), w(3, 4), w(4), w(3), w(2, 3, 4)
 M3, N3, C1, C2 = w(5, 2, 3), w(5, 3, 4), c(2, 3), c(3, 4)
+ENDS = torch.tensor([1, 4], dtype=torch.int32)  # of the groups' rows
 IDS, ROWS, TABLE = torch.tensor([0, 2, 2, 1, 3]), torch.tensor([2, 0]), w(4, 3)
 
 PRODUCTS = [
@@ -48,10 +50,8 @@ PRODUCTS = [
     ),
     Row(
         "GroupedMm",
-        lambda: torch._grouped_mm(
-            *[f(*s).to(torch.bfloat16) for s in ((4, 16), (2, 16, 16))], offs=ROWS.sort()[0].int()
-        ),
-        {"self": Tensor, "mat2": Tensor, "offs": ROWS.sort()[0].int()},
+        lambda: torch._grouped_mm(*[f(*s).to(torch.bfloat16) for s in ((4, 16), (2, 16, 16))], offs=ENDS),
+        {"self": Tensor, "mat2": Tensor, "offs": ENDS},
     ),
 ]
 
@@ -115,8 +115,8 @@ LAYERS = [
     ),
     Row(
         "NativeBatchNorm",
-        lambda: F.batch_norm(M, C2[:, 0], C2[:, 1] + 9, w(3), w(3), eps=0.5),
-        {"input": M, "training": False, "running_mean": C2[:, 0], "running_var": C2[:, 1] + 9, "eps": 0.5},
+        lambda: F.batch_norm(M, MEAN, C2[:, 1] + 9, w(3), w(3), eps=0.5),
+        {"input": M, "training": False, "running_mean": MEAN, "running_var": C2[:, 1] + 9, "eps": 0.5},
     ),
 ]
 

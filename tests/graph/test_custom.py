@@ -246,3 +246,19 @@ def test_in_a_call_for_per_sample_grads(B: int) -> None:
 
     module, x = Net(), r(B, 2, 4)
     check(module, x)
+
+
+@pytest.mark.parametrize("flow", [None, lambda site, k, layouts: Flow.SHARED if k else Flow.PROBE])
+def test_a_rule_that_looks_at_the_first_of_several_results_alone(flow: Any) -> None:
+    """Where that one is not used, the rule does not know, and says so by itself."""
+
+    @teach(Split, flow)
+    def rule(use: Use) -> Factor:
+        x, _ = use.site.node.saved_tensors  # type: ignore[attr-defined]
+        return Dense(use.g * x if use.k == 1 else torch.zeros_like(use.g))
+
+    a, gain, shift = given = [r(4, 3, grad=True), r(3, grad=True), r(3, grad=True)]
+    found = squares(Split.apply(r(5, 4) @ a, gain, shift)[1])
+    want = definition(found, given)
+    with pytest.warns(ps.PerformanceWarning, match="Split"):
+        assert_same(ps.grad(found, given), want)

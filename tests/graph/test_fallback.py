@@ -16,7 +16,7 @@ from persample.graph.layout import Block, Labels, Layout
 from persample.graph.saved import metadata
 from persample.graph.site import Site
 from tests.graph.explicit import explicit
-from tests.graph.names import LATER, NODES
+from tests.graph.names import NODES, SOME
 from tests.graph.samples import SAMPLES, Sample
 from tests.graph.samples.leaves import c, f, ids, mask, p, w, z
 from tests.graph.sites import Row, by_edge, rows_by_engine, site_of, wanted
@@ -29,7 +29,7 @@ def _listed(samples: dict[str, list[Sample]]) -> list[object]:
         pytest.param(name, sample, id=f"{name}-{i}")
         for name, listed in samples.items()
         for i, sample in enumerate(listed)
-        if name in NODES or name not in LATER
+        if name in NODES or name not in SOME
     ]
 
 

@@ -1,9 +1,12 @@
-"""The torch versions that the private names in use were checked on."""
+"""The torch that the tests are run with, and those whose private names were checked."""
 
 from __future__ import annotations
 
 import torch
 
-OLDEST, NEWEST = (2, 9), (2, 13)
-HOLDERS = (2, 10)  # from here on, saved tensors show what a checkpoint packed them into
-VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+from persample._releases import OLDEST, TESTED, release
+
+__all__ = ["NEWEST", "OLDEST", "TESTED", "VERSION"]
+
+NEWEST = TESTED[-1]
+VERSION = release(torch.__version__) or NEWEST

@@ -1,6 +1,9 @@
 """Every kernel × every geometry against autograd, one sample at a time."""
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +15,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from persample.kernels import conv_kernels, conv_select
-from persample.kernels.conv_select import applicable
-from persample.kernels.convolution import KERNELS, Geometry, choose, explain_choice, use_kernel, weight_per_sample
+from persample.kernels.conv_rates import RATES, table_for
+from persample.kernels.conv_select import Choice, applicable
+from persample.kernels.convolution import (
+    KERNELS,
+    Geometry,
+    choose,
+    explain_choice,
+    use_costs,
+    use_kernel,
+    weight_per_sample,
+)
 from tests.kernels.conv_cases import CASES, Case, case
 
 EACH_KERNEL = [
@@ -172,6 +184,7 @@ def test_out_of_another_shape() -> None:
         weight_per_sample(x, dy, c.weight_size, c.geometry, out=torch.empty(1, 2))
 
 
+@pytest.mark.parametrize("table", RATES)
 @pytest.mark.parametrize(
     ("samples", "c", "names"),
     [
@@ -184,9 +197,62 @@ def test_out_of_another_shape() -> None:
         (32, case((16, 16), (1, 1), d=64, p=128), {"pointwise"}),
     ],
 )
-def test_choice_is_the_measured_one(samples: int, c: Case, names: set[str]) -> None:
+def test_choice_is_the_measured_one(samples: int, c: Case, names: set[str], table: str) -> None:
     out_size = c.geometry.output_size(c.size, c.kernel)
-    assert choose(samples, 1, c.weight_size, c.size, out_size, c.geometry) in names
+    with use_costs(table):
+        assert choose(samples, 1, c.weight_size, c.size, out_size, c.geometry) in names
+
+
+@pytest.mark.parametrize(("table", "names"), [("AVX512", {"library"}), ("AVX2", {"shifted", "unfold"})])
+def test_only_avx512_has_library_code_for_dilated_kernels(table: str, names: set[str]) -> None:
+    c = case((32, 32), (3, 3), padding=2, dilation=2, d=16, p=16)
+    with use_costs(table):
+        assert choose(64, 1, c.weight_size, c.size, c.size, c.geometry) in names
+
+
+def explained() -> Choice:
+    c = CASES["2d-pad"]
+    return explain_choice(3, 1, c.weight_size, c.size, c.size, c.geometry)
+
+
+@pytest.mark.parametrize("cpu", ["DEFAULT", "NO AVX", "SVE256", "something new"])
+def test_a_cpu_that_was_never_measured_is_told_and_taken_for_avx2(cpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with use_costs("AVX2"):
+        fitted = explained()
+        monkeypatch.setattr(conv_select, "_CPU", cpu)
+        monkeypatch.setattr(conv_select, "_table", table_for(cpu))
+        found = explained()
+    assert (found.kernel, found.milliseconds) == (fitted.kernel, fitted.milliseconds)
+    assert found.costs.startswith(f"AVX2, for want of any fitted to {cpu} (python -m benchmarks.fit_convolutions")
+
+
+def test_costs_of_this_cpu_and_of_another_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conv_select, "_CPU", "AVX2")
+    with use_costs("AVX2"):
+        own = explained()
+        with use_costs("AVX512"):
+            other = explained()
+        assert explained() == own
+    assert (own.costs, other.costs) == ("AVX2", "AVX512, though this CPU is AVX2")
+    assert own.milliseconds != other.milliseconds
+
+
+def test_the_cpu_is_the_one_that_pytorch_sees() -> None:
+    code = "from persample.kernels import conv_select as s; print(s._CPU, s._table)"
+    for capability in ("default", "avx2"):  # a CPU of another kind has neither, and keeps its own name
+        env = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
+        ran = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", code], env=env, text=True, capture_output=True, check=True
+        )
+        cpu, table = ran.stdout.rsplit(maxsplit=1)
+        assert table == table_for(cpu)
+        assert table in RATES
+
+
+def test_unknown_costs() -> None:
+    message = r"no costs were fitted to 'AVX1024'; choose from \('AVX512', 'AVX2'\)"
+    with pytest.raises(ValueError, match=message), use_costs("AVX1024"):
+        pass
 
 
 def test_a_kernel_can_be_preferred() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import persample
+from persample._releases import OLDEST
 
 ROOT = Path(__file__).parents[2]
 VERSION = persample.__version__
@@ -77,7 +78,7 @@ def test_the_metadata(wheel: Path) -> None:
     assert f"Version: {VERSION}" in head
     assert "License-Expression: MIT" in head
     needs = [line.split(": ")[1] for line in head if line.startswith("Requires-Dist")]
-    assert [need for need in needs if "extra ==" not in need] == ["torch>=2.9"]
+    assert [need for need in needs if "extra ==" not in need] == ["torch>={}.{}".format(*OLDEST)]
     extras = {line.split(": ")[1] for line in head if line.startswith("Provides-Extra")}
     assert extras >= {"dp", "cli", "bench", "docs", "test"}
     assert "# persample" in text

@@ -13,7 +13,7 @@ import persample as ps
 from tests.cases import CASES, Case
 from tests.reductions.expected import Ask, Expected, Stacks, Want, assert_result, questions
 from tests.reference import Params, definition, named
-from tests.test_grad import ALL, _untouched, _warnings_of
+from tests.test_grad import _untouched, _warnings_of
 
 # Squares of gradients of 1e35 are beyond float32: nothing is promised for moments and inner products of gradients.
 BEYOND_RANGE = {"float32_reordered_near_overflow"}
@@ -31,10 +31,17 @@ PLACE = {str(case): place for place, case in enumerate(CASES)}
 EACH = [pytest.param(case, case.batches[0], id=str(case)) for case in CASES]
 SLOW = [pytest.param(*each.values, id=each.id, marks=pytest.mark.slow) for each in EACH]
 TIGHT = [EACH[place] if place % 20 == 0 else SLOW[place] for place in range(len(CASES))]
+# `test_grad` has all sizes of all cases; here, those after the first are for every fourth case, and else slow.
+REPEATED = {str(case) for place, case in enumerate(CASES) if place % 4 != 2}
+SIZES = [
+    pytest.param(case, B, id=f"{case}-B{B}", marks=[pytest.mark.slow] if place and str(case) in REPEATED else [])
+    for case in CASES
+    for place, B in enumerate(case.batches)
+]
 INTO_GRAD = [pytest.param(case, B, id=f"{case}-B{B}") for case in CASES[::20] for B in case.batches]
 
 
-@pytest.mark.parametrize(("case", "B"), ALL)
+@pytest.mark.parametrize(("case", "B"), SIZES)
 def test_all_reductions_in_one_backward(case: Case, B: int) -> None:
     """And, for every fourth case in turn, their variants or the gram of two batches."""
     turn = PLACE[str(case)] % 4 if case.batches[0] == B else None

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from .._errors import InteractionError
+from ..graph.custom import is_vouched_for
 from ..graph.saved import original_of
+from ..graph.tape import inner_nodes, op_name
 from ..rerun import Call, compare, tolerance
 from ..shortcuts import norms
 from .problem import Problem
@@ -38,7 +40,9 @@ def by_graph(losses: Tensor, model: nn.Module, ops: tuple[str, ...]) -> Seen:
     except InteractionError as error:
         reason = str(error).removesuffix(", or drop independent=True")
         return Seen("interacting" if error.ops else "unknown", error.ops, reason)
-    return Seen("independent", (), "every node keeps samples apart")
+    stated = sorted({op_name(node) for node in inner_nodes(losses) if is_vouched_for(node)})
+    said = f"; of {', '.join(stated)}, somebody has said so" if stated else ""
+    return Seen("independent", (), f"every node keeps samples apart{said}")
 
 
 def by_running_again(problem: Problem, batch: int) -> tuple[Seen, tuple[str, ...]]:

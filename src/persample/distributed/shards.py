@@ -4,7 +4,8 @@ The graph of a sharded model holds full parameters, which are not those of ``mod
 while the module runs. Weights are gathered before anything else, module by module: how often the engine passes a module
 depends on a rank's samples (none, one, or enough for a probe), what the ranks gather together must not.
 
-The names used here are private to PyTorch; ``tests/distributed/test_names.py`` has them, as they are in torch 2.13.
+The names used here are private to PyTorch, and hold for torch 2.10 to 2.15; ``tests/distributed/test_names.py`` looks
+them up, those that only some releases have with the releases.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ _OF_GROUP = {"reduce_grads": False, "reshard_after_backward": False}
 _KEPT_OF_GROUP = ("_training_state",)
 _OF_ALL = {"is_last_backward": False}
 _KEPT_OF_ALL = ("post_backward_final_callback_queued", "iter_forward_root")
+# Of later releases only: that gradients wait for `finalize_backward`, and who is to call it.
+_LATER_OF_GROUP = ("_post_backward_pending",)
+_LATER_OF_ALL = ("manual_backward_finalization_active",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +76,8 @@ def summing(params: Mapping[str, Tensor]) -> Iterator[None]:
 def computes_in(params: Mapping[str, Tensor]) -> set[Any]:
     """The dtypes in which sharded parameters are used and their gradients added up, other than their own."""
     members = [group for _, state in _states_of(params, (), ()) for group in _groups(state)]
-    return {d for group in members for d in (group.mp_policy.param_dtype, group.mp_policy.reduce_dtype)} - {None}
+    policies = [one.mp_policy for group in members for one in group.fsdp_params]
+    return {d for policy in policies for d in (policy.param_dtype, policy.reduce_dtype)} - {None}
 
 
 def own_shard(p: Any, total: Tensor) -> Tensor:
@@ -123,10 +128,12 @@ def _held_still(states: Sequence[Any], members: Sequence[Any]) -> Iterator[None]
     before: list[tuple[Any, str, Any]] = [(state, "_training_state", state._training_state) for state in states]
     for every in {id(state._state_ctx): state._state_ctx for state in states}.values():
         before += [(every, name, getattr(every, name)) for name in (*_OF_ALL, *_KEPT_OF_ALL)]
+        before += [(every, name, getattr(every, name)) for name in _LATER_OF_ALL if hasattr(every, name)]
         for name, value in _OF_ALL.items():
             setattr(every, name, value)
     for group in members:
         before += [(group, name, getattr(group, name)) for name in (*_OF_GROUP, *_KEPT_OF_GROUP)]
+        before += [(group, name, getattr(group, name)) for name in _LATER_OF_GROUP if hasattr(group, name)]
         before.append((group, "_post_forward_indices", list(group._post_forward_indices)))
         for name, value in _OF_GROUP.items():
             setattr(group, name, value)

@@ -50,15 +50,20 @@ def _read(losses: Tensor) -> tuple[list[Any], list[Any], list[Tensor]]:
         name = type(node).__name__
         if name == "AccumulateGrad":
             leaves.append(node.variable)
-        elif name == _SINK:
+        elif name == _SINK and _is_torchs(node):
             sinks.append(node)
-        elif name == _REGISTER:
+        elif name == _REGISTER and _is_torchs(node):
             groups.append(node.param_group)
         for child, _ in node.next_functions:
             if child is not None and child not in seen:
                 seen.add(child)
                 stack.append(child)
     return sinks, groups, leaves
+
+
+def _is_torchs(node: Any) -> bool:
+    """Users may call Functions of their own the same."""
+    return str(node._forward_cls.__module__).startswith("torch.")
 
 
 @contextmanager

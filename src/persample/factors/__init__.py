@@ -6,6 +6,7 @@ Index letters, here and in every rule: B samples, T positions, d in, p out, G gr
 from .base import Factor
 from .combine import Sum, View, combine
 from .convolution import Convolution
+from .deferred import Deferred
 from .dense import Dense, Masked
 from .outer import Outer
 from .part import Part
@@ -15,6 +16,7 @@ from .workspace import Workspace
 
 __all__ = [
     "Convolution",
+    "Deferred",
     "Dense",
     "Factor",
     "Masked",

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..kernels.norms import wide
 from .base import Factor, Samples, Shape, deliver
+from .deferred import Deferred
 from .dense import Dense
 from .moves import Cast, Move, Reshape
 from .outer import Outer
@@ -174,6 +175,7 @@ def combine(terms: Sequence[Factor]) -> Factor:
     """The sum of ``terms``: those of one form are set one after another in time."""
     if len(terms) == 1:
         return terms[0]
+    terms = [term.whole() if isinstance(term, Deferred) else term for term in terms]  # so that it can be put together
     alike: dict[object, list[Factor]] = {}
     for position, term in enumerate(terms):
         alike.setdefault(_form(term, position), []).append(term)

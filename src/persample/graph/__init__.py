@@ -9,6 +9,7 @@ The words used here:
 - *frontier*: the edges from separable nodes to batched ones. Factors are made there.
 """
 
-from .custom import teach
+from . import fused
+from .custom import COMPILED, keeps_samples_apart, teach
 
-__all__ = ["teach"]
+__all__ = ["COMPILED", "fused", "keeps_samples_apart", "teach"]

@@ -5,19 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor
 from torch.autograd.graph import Node
 
+from .contraction import read_contraction
 from .custom import taught
 from .flows import FLOWS
 from .flows.products import LETTERS
 from .flows.registry import whole
 from .flows.shapes import SECTIONS
-from .invoke import is_compiled, is_opaque
+from .invoke import is_opaque
 from .layout import Block, Labels, Layout, Shape, join
-from .names import POINTWISE, READS
-from .probe import probe_node, probe_slots
+from .library import unspent
+from .names import POINTWISE
+from .probe import probe_call, probe_node, probe_slots
 from .roots import Roots
-from .saved import constants, in_checkpoint, is_custom
+from .rows import may_meet_below
+from .saved import in_checkpoint, is_compiled, is_custom
 from .site import Fate, Flow, Site, Sites, weights_only
 from .tape import Slot, Tape, is_leaf, op_name
 
@@ -62,11 +66,11 @@ class _Assignment:
     def __init__(self, tape: Tape, roots: Roots) -> None:
         self.tape, self.roots = tape, roots
         self.map = Map(roots.batch, Sites(tape))
-        self.forced: dict[Slot, Fate] | None = None  # what a real backward showed below custom nodes
+        self.brought: dict[Node, list[Tensor | None]] = {}  # cotangents of this call, where nodes were asked with them
         self.settled: dict[Slot, Fate] = {}  # cotangents of which a real backward showed the whole sum
 
     def run(self) -> Map:
-        for slot, layout in zip(self.roots.slots, self.roots.layouts, strict=True):
+        for slot, layout in self.roots.places:
             if slot[0] in self.tape.edges:
                 self._merge(slot, layout)
         cotangents, batched = self.map.cotangents, self.map.batched
@@ -125,36 +129,62 @@ class _Assignment:
 
     def _by_data(self, site: Site, k: int, slot: Slot, layouts: Sequence[Layout | None], asked: list[Fate]) -> Fate:
         """Sizes and dims did not decide: is it a weight, and if not, what do this call's numbers say?"""
-        if site.is_weight(k):
+        if site.is_weight(k) and not self._is_used_as_data(site, k):
             return Flow.SHARED
+        product = site.name in LETTERS and not is_opaque(site.node)
+        if product and not may_meet_below(self.tape, self.map.sites, site, k, self.map.batch):
+            return Flow.SHARED  # not one sample's in any case
         self.map.probed.add(site.node)
         if is_opaque(site.node) and not is_compiled(site.node):
-            return self._by_backward()[slot]
-        if not asked:
-            asked += probe_node(site, layouts, self.map.batch)
-        if asked[k] is Flow.MIXED:
-            shared = site.name in LETTERS and not self.tape.reaches(slot[0], self._holds_rows)
-            return Flow.SHARED if shared else self._look_again(slot)
-        return asked[k]
+            given = self._cotangents(site)
+            if any(g is None for g in given):  # which only the engine can say as the Function wants to hear it
+                return probe_slots(self.tape, self.roots, [slot])[slot]
+            if not asked:
+                asked += probe_call(site, given, layouts, self.map.batch)
+            return asked[k]
+        (layout,) = layouts if product else (None,)
+        readable = layout is not None and not in_checkpoint(site.node)
+        if layout is not None and readable:
+            fate = read_contraction(site, k, layout)
+        else:
+            if not asked:
+                asked += probe_node(site, layouts, self.map.batch)
+            fate = asked[k]
+        if fate is not Flow.MIXED or self.compiled:
+            return fate
+        # Samples could meet here; do they in this call, or are they kept apart by zeros in the cotangent?
+        given = self._cotangents(site)
+        if layout is not None and readable:
+            return None if given[0] is None else read_contraction(site, k, layout, given[0])
+        return probe_call(site, given, layouts, self.map.batch)[k]
 
-    def _holds_rows(self, node: Node) -> bool:
-        """Does a node compute with rows of data that may be the batch's?"""
-        if node not in self.tape.fed and op_name(node) not in READS:
-            return False
-        return in_checkpoint(node) or any(
-            (t.ndim > 1 or not t.is_floating_point()) and len(t) % self.map.batch == 0
-            for t in constants(node)
-            if t.ndim > 0
-        )
+    def _is_used_as_data(self, site: Site, k: int) -> bool:
+        """Has a doubtful leaf a place for every sample here, other than as operand of a product?"""
+        slot = site.edges[k]
+        doubtful = slot is not None and self.tape.reaches(slot[0], lambda node: node in self.tape.doubtful)
+        return doubtful and site.name not in LETTERS and site.shapes[0] == site.target(k)
+
+    @property
+    def compiled(self) -> bool:
+        """Is there a compiled region, which may refuse to run while the graph is kept?"""
+        return any(is_compiled(node) for node in self.tape.order)
 
     def _look_again(self, slot: Slot) -> Fate:
-        """Samples could meet here, random cotangents say; do they in this call, or are they kept apart by zeros?"""
-        if any(is_compiled(node) for node in self.tape.order):  # compiled regions may refuse to run while kept
+        """Two contributions are of different samples at one place; are they in this call, or is one of them zero?"""
+        if self.compiled:
             return Flow.MIXED
         fate = self.settled[slot] = probe_slots(self.tape, self.roots, [slot])[slot]
         if fate is not None:
             self.map.cotangents[slot] = fate
         return fate
+
+    def _cotangents(self, site: Site) -> list[Tensor | None]:
+        """What this call's backward brings to a node; to custom ones all at once."""
+        if site.node not in self.brought:
+            nodes = [n for n in self.tape.order if is_opaque(n) and not is_compiled(n)]
+            with unspent(self.tape.order):
+                self.brought |= self.roots.passing(nodes if site.node in nodes else [site.node], self.tape.edges)
+        return self.brought[site.node]
 
     def _by_rule(self, site: Site, k: int, layouts: Sequence[Layout | None]) -> Fate:
         if is_opaque(site.node):
@@ -162,19 +192,6 @@ class _Assignment:
             return Flow.PROBE if known is None or known.flow is None else known.flow(site, k, layouts)
         rule = FLOWS.get(site.name)
         return Flow.PROBE if rule is None else rule(site, k, layouts)
-
-    def _by_backward(self) -> dict[Slot, Fate]:
-        """What lies below custom nodes, asked once for all of them."""
-        if self.forced is None:
-            slots = {
-                slot
-                for node in self.tape.order
-                if is_opaque(node) and not is_compiled(node)
-                for slot in self.tape.edges[node]
-                if slot is not None and not is_leaf(slot[0])
-            }
-            self.forced = probe_slots(self.tape, self.roots, list(slots))
-        return self.forced
 
     def _merge(self, slot: Slot, fate: Fate) -> None:
         """Add one more contribution to a cotangent."""

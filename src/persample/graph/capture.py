@@ -16,17 +16,19 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from .._errors import UnsupportedError
 from ..factors import Dense, Factor, Masked, Part, combine
 from . import saved
 from .bundles import Bundle
 from .custom import taught
 from .fallback import push_masked
-from .gather import Gathering
+from .gather import Births, Gathering, changed_in_place
 from .invoke import call, is_opaque, sum_to
 from .layout import Layout, labels
+from .library import unspent
 from .plan import Plan, Route
 from .pullback import lifted, pull
+from .regions import Starts
+from .registry import or_else
 from .roots import Roots
 from .rules import RULES, Use, by_probe
 from .rules.recurrent import spared
@@ -71,15 +73,19 @@ class Capture:
         """Run the backward; the sink has got every factor when it returns."""
         for bundle in self.plan.bundles:
             self._rely_on([t for kept in bundle.kept for t in kept.values()])
+        besides = self.roots.settle([*self.plan.requested, *self.plain])  # before anything is hooked
         gathered = [Gathering(bundle.nodes, bundle.watch) for bundle in self.plan.bundles]
         handles = [node.register_prehook(partial(self._consume, node)) for node in self.plan.hooked]
+        births = Births(self.plan.sources)
+        handles += births.hook()
         for gathering in gathered:
             handles += gathering.hook()
         try:
-            cotangents = self._backward(retain_graph)
+            cotangents = self._backward(retain_graph, besides)
         finally:
             for handle in handles:
                 handle.remove()
+        births.check(cotangents)
         self._check_unchanged()
         left = [*self.pending, *[node for node in self.plan.rest if node not in self.done and not is_leaf(node)]]
         with torch.no_grad():
@@ -91,21 +97,15 @@ class Capture:
                 self._finish(cotangents)
 
     def _rely_on(self, tensors: Sequence[Tensor]) -> None:
-        """These are to stay as they are until the backward is over, or nobody has them any more.
-
-        Those made in inference mode have no versions.
-        """
-        self.lent += [(ref(t), saved.version(t)) for t in tensors if not t.is_inference()]
+        """These are to stay as they are until the backward is over, or nobody has them any more."""
+        self.lent += [(ref(t), saved.version(t)) for t in tensors]
 
     def _check_unchanged(self) -> None:
         """Factors are made of cotangents and saved tensors, which others may change in place when their turn comes."""
         for reference, version in self.lent:
             t = reference()
             if t is not None and saved.version(t) != version:
-                raise UnsupportedError(
-                    f"a cotangent or a saved tensor of shape {tuple(t.shape)} was changed in place during the "
-                    f"backward, by a hook or a custom Function: let it work on a copy"
-                )
+                raise changed_in_place(t)
 
     def _untie(self, bundle: Bundle, cotangents: Mapping[int, Tensor]) -> None:
         """The factors of a bundle's parameters, those whose nodes got a cotangent."""
@@ -113,11 +113,12 @@ class Capture:
             for k, factor in bundle.factors(self.map.sites, cotangents).items():
                 self._deliver_parts([bundle.routes[k][i][1] for i in cotangents], factor)
 
-    def _backward(self, retain_graph: bool) -> dict[Slot, Tensor]:
+    def _backward(self, retain_graph: bool, besides: Starts) -> dict[Slot, Tensor]:
         requested = self.plan.requested
         if not requested and not self.plain:
             return {}
-        grads = self.roots.backward([*requested, *self.plain], retain_graph=retain_graph)
+        with unspent(self.tape.order if retain_graph else ()):
+            grads = self.roots.backward([*requested, *self.plain], retain_graph=retain_graph, besides=besides)
         self.gradients = grads[len(requested) :]
         return {slot: g for slot, g in zip(requested, grads, strict=False) if g is not None}
 
@@ -196,7 +197,8 @@ class Capture:
             return self._separable_edge(use, flow)
         if is_opaque(use.site.node):
             known = taught(use.site.node)
-            return None if known is None else known.rule(use)
+            with saved.unpacked_often(use.site.node):
+                return None if known is None else or_else(None, known.rule)(use)
         fast = RULES.get(use.site.name)
         factor = None if fast is None else fast(use)
         return factor if factor is not None or flow is Flow.MIXED else by_probe(use)
@@ -246,8 +248,7 @@ class Capture:
         site.recomputed = saved.read_ahead(site.node)
         for other in self.terminal:
             if other in self.pending and saved.is_recomputed(other):
-                self.map.sites[other].recomputed = saved.read_ahead(other)
-                saved.let_go(other)
+                self.map.sites[other].recomputed = saved.read_last(other)
 
     def _add(self, slot: Slot | None, factor: Factor | None) -> None:
         """One contribution to a shared tensor's factor has come, or turned out to be nothing."""

@@ -6,15 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from .._errors import UnsupportedError
 from .capture import Capture
-from .entry import check_reached
+from .entry import check_reached, whole_graph
 from .interaction import interactions
 from .layout import Block, Layout, Shape, sample_dims, split
+from .library import op_of
 from .plan import plan
 from .roots import Roots
-from .tape import is_leaf, op_name, walk
+from .saved import is_custom
+from .tape import is_leaf, op_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,11 @@ def in_words(layout: Layout | None, shape: Shape) -> str:
     return f"index along dim{'s' if len(dims) > 1 else ''} {', '.join(map(str, dims))} of {sizes}"
 
 
+def _shown(node: Node) -> str:
+    """A node's type; an op of torch.library by its own name."""
+    return (op_of(node) if is_custom(node) else None) or type(node).__name__
+
+
 def describe(losses: Tensor, params: Mapping[str, Tensor]) -> tuple[list[Handling], list[str]]:
     """Every use of every parameter, and the ops in which samples interact. Runs a backward and keeps the graph."""
     if losses.grad_fn is None:
@@ -53,7 +61,7 @@ def describe(losses: Tensor, params: Mapping[str, Tensor]) -> tuple[list[Handlin
         ], []
     try:
         roots = Roots.of_losses(losses)
-        check_reached(walk([node for node, _ in roots.slots], params.values()), params)
+        check_reached(roots.walk(params.values()), params)
         found = plan(roots, list(params.values())) if len(losses) > 1 else None
     except UnsupportedError as error:
         return [Handling(name, "", "", "", f"refused: {error}") for name in params], []
@@ -71,7 +79,7 @@ def describe(losses: Tensor, params: Mapping[str, Tensor]) -> tuple[list[Handlin
         slot = site.edges[k]
         assert slot is not None
         for name, via in capture.parameters_below(slot[0]):
-            rows[name].append(Handling(name, type(site.node).__name__, via, layout, how))
+            rows[name].append(Handling(name, _shown(site.node), via, layout, how))
     for node, _ in found.requested:
         if is_leaf(node):
             layout = in_words(found.map.layouts(node)[0], found.tape.shapes(node)[0])
@@ -80,4 +88,4 @@ def describe(losses: Tensor, params: Mapping[str, Tensor]) -> tuple[list[Handlin
     for name, listed in rows.items():
         if not listed:
             listed.append(Handling(name, "", "", "", "zeros: the losses do not reach it"))
-    return [row for listed in rows.values() for row in listed], interactions(found.tape, found.map)
+    return [row for listed in rows.values() for row in listed], interactions(*whole_graph(roots, found))

@@ -15,9 +15,10 @@ from torch.autograd.graph import Node
 
 from .._errors import InteractionError, PerformanceWarning, UnsupportedError
 from ..factors import Dense, Factor, Masked
+from .assign import Map, assign
 from .bundles import bundle_up
 from .capture import Capture, PartsSink, Sink
-from .custom import taught
+from .custom import is_known
 from .interaction import interactions
 from .invoke import is_opaque
 from .layout import Layout
@@ -25,7 +26,8 @@ from .notes import noting
 from .plan import Plan, plan
 from .recall import outline, recall, remember
 from .roots import Roots, slot_of
-from .tape import Slot, Tape, walk
+from .saved import is_compiled, is_torchs
+from .tape import Slot, Tape, leaf_of, op_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +96,11 @@ def capture_from(
     The plan is put to the ``check`` before anything is run. The ordinary gradients at ``plain`` come back. ``tape`` is
     the graph, if it has been walked already.
     """
-    found, meeting = planned(roots, params, plain, tape, check)
+    found, meeting, unseen = planned(roots, params, plain, tape, check, independent=independent)
     if meeting:
         _report_interaction(meeting, independent)
-    elif independent and not trust_unseen:
-        _refuse_unseen(found.tape)
+    elif unseen and not trust_unseen:
+        _refuse_unseen(unseen)
     if tell_bytes is not None:
         tell_bytes(found.activations * roots.itemsize)
     running = Capture(found, roots, params, sink, plain, sink_parts)
@@ -116,26 +118,44 @@ def planned(
     plain: Sequence[Slot] = (),
     tape: Tape | None = None,
     check: Check | None = None,
-) -> tuple[Plan, list[str]]:
-    """What to do with this graph, and the ops in which samples meet."""
+    *,
+    independent: bool = False,
+) -> tuple[Plan, list[str], list[Node]]:
+    """What to do with this graph, the ops in which samples meet, and those of which nobody can tell.
+
+    If they are to be ``independent``, all between data and losses is looked at, whatever parameters it leads to.
+    """
     tensors = list(params.values())
-    seen = outline(roots, tensors, plain, check.known if check else {}, check.terms if check else None)
+    terms = (check.terms if check else None, independent)
+    seen = outline(roots, tensors, plain, check.known if check else {}, terms)
     known = None if seen is None else recall(seen)
     if known is not None:
         check_reached(known.tape, params)
-        return known, []
+        return known, [], []
     with noting() as notes:
         found = plan(roots, tensors, plain, tape=tape)
         check_reached(found.tape, params)
         _refuse_module_hooks(found)
-        meeting = interactions(found.tape, found.map)
+        whole, everywhere = whole_graph(roots, found) if independent else (found.tape, found.map)
+        meeting = interactions(whole, everywhere)
+        unseen = _unseen(whole) if independent else []
         if not meeting:
             bundle_up(found)
     if check is not None and not meeting:
         check.test(found)
-    if seen is not None and not meeting:
+    if seen is not None and not meeting and not unseen:
         remember(seen, found, notes)
-    return found, meeting
+    return found, meeting, unseen
+
+
+def whole_graph(roots: Roots, found: Plan) -> tuple[Tape, Map]:
+    """All of a graph, and where samples lie in it; leaves nobody asked for may be data, if they are no parameters."""
+    if not found.tape.others:
+        return found.tape, found.map
+    others = {node: leaf_of(node) for node in found.tape.others}
+    tape = roots.walk([*found.tape.leaves.values(), *others.values()])
+    tape.doubtful = {node for node, leaf in others.items() if not isinstance(leaf, torch.nn.Parameter)}
+    return tape, assign(tape, roots)
 
 
 def capture(
@@ -149,7 +169,7 @@ def capture(
 
 def _one_sample(roots: Roots, params: Mapping[str, Tensor], sink: Sink, retain_graph: bool) -> None:
     """One sample: an ordinary backward, on a graph that was looked at all the same."""
-    check_reached(walk([node for node, _ in roots.slots], params.values()), params)
+    check_reached(roots.walk(params.values()), params)
     grads = roots.backward([slot_of(p) for p in params.values()], retain_graph=retain_graph)
     for name, g in zip(params, grads, strict=True):
         if g is not None:
@@ -169,25 +189,35 @@ def check_reached(tape: Tape, params: Mapping[str, Tensor]) -> None:
 
 def _refuse_module_hooks(found: Plan) -> None:
     """Nodes below an interaction are called by hand, and their hooks are not."""
-    if any(type(node).__name__ == "BackwardHookFunctionBackward" for node in [*found.map.batched, *found.frontier]):
+    if any(is_torchs(node, "BackwardHookFunction") for node in [*found.map.batched, *found.frontier]):
         raise UnsupportedError(
             "a module has full backward hooks (register_full_backward_hook) at a place where cotangents are pulled "
             "back by hand, which would pass over the hooks: remove them for this call"
         )
 
 
-def _refuse_unseen(tape: Tape) -> None:
+def _unseen(tape: Tape) -> list[Node]:
     """Independence cannot be promised for data that goes straight into a node whose inside nobody sees."""
-    hidden = list(dict.fromkeys(type(node).__name__ for node in tape.order if _is_unseen(tape, node)))
-    if hidden:
-        raise InteractionError(
-            f"cannot see inside {', '.join(hidden)}, which is given data and weights: whether samples interact there "
-            f"is unknown. Ask the same of the model without torch.compile or custom Functions, or drop independent=True"
-        )
+    return [node for node in tape.order if _is_unseen(tape, node)]
+
+
+def _refuse_unseen(unseen: Sequence[Node]) -> None:
+    hidden = ", ".join(dict.fromkeys(op_name(node) for node in unseen))
+    raise InteractionError(
+        f"cannot see inside {hidden}, which is given data and weights: whether samples interact there is unknown. "
+        f"If they do not, say so: persample.graph.keeps_samples_apart({_target(unseen[0])}). Otherwise ask "
+        f"the same of the model without torch.compile or custom Functions, or drop independent=True"
+    )
 
 
 def _is_unseen(tape: Tape, node: Node) -> bool:
-    return node in tape.fed and is_opaque(node) and taught(node) is None
+    return node in tape.fed and is_opaque(node) and not is_known(node)
+
+
+def _target(node: Node) -> str:
+    """What to hand to `keeps_samples_apart` for an opaque node."""
+    name = op_name(node).removeprefix("custom ")
+    return "persample.graph.COMPILED" if is_compiled(node) else repr(name) if "::" in name else name
 
 
 def _report_interaction(ops: Sequence[str], independent: bool) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from ..kernels.library import plain
 from .invoke import call, call_each, is_opaque, sum_to
 from .layout import Layout, labels
 from .saved import in_backward, in_checkpoint, in_own_task, in_plain_task
@@ -71,13 +72,12 @@ def push_stacked(site: Site, stacks: Sequence[Tensor | None], batch: int, wanted
     """(B, *target) for every wanted output of a node whose cotangents are (B, *shape)."""
     if not loops(site) and not in_checkpoint(site.node):
         return _vmapped(site, stacks, wanted)
-    # Contiguous, because some backwards are wrong for cotangents of odd strides (BatchNorm at batch size 1).
-    rows = ([None if s is None else s[i].contiguous() for s in stacks] for i in range(batch))
+    rows = ([None if s is None else s[i] for s in stacks] for i in range(batch))
     return _loop(site, rows, batch, wanted)
 
 
 def _vmapped(site: Site, stacks: Sequence[Tensor | None], wanted: Sequence[int]) -> dict[int, Tensor]:
-    live = [s.contiguous() for s in stacks if s is not None]
+    live = [plain(s) for s in stacks if s is not None]
 
     def one(*given: Tensor) -> tuple[Tensor, ...]:
         rest = iter(given)

@@ -1,22 +1,25 @@
-"""The cotangents of nodes that the engine passes, kept until it is done.
+"""The cotangents of nodes that the engine passes or stops at, kept until it is done.
 
-Hooks and custom Functions may change a cotangent in place when its node has seen it. So cotangents are copied at first,
-and watched; if nobody has changed any in one backward, they are taken as they are in the next ones, in which a change
-is refused.
+Hooks and custom Functions may change a cotangent in place, and an op may have handed the same memory to several others
+(the two operands of a sum). What the engine passes is copied at first, and watched; if nobody has changed any in one
+backward, it is taken as it is in the next ones, in which a change is refused. What the engine stops at can only be
+looked at when all is over: it is watched from the moment it is made, before anybody else can see it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from .._errors import UnsupportedError
-from .saved import version
+from .saved import is_custom, version
+from .tape import Slot
 
 
 @dataclass(slots=True)
@@ -52,9 +55,53 @@ class Gathering:
         if self._copying:
             self._watch.quiet = not changed
         elif changed:
-            raise UnsupportedError(
-                f"a cotangent of shape {tuple(changed[0].shape)} was changed in place during the backward, by a hook "
-                f"or a custom Function: let it work on a copy"
-            )
+            raise changed_in_place(changed[0])
         found = self._copies if self._copying else {place: g for place, (g, _) in self._came.items()}
         return dict(sorted(found.items()))
+
+
+def changed_in_place(t: Tensor) -> UnsupportedError:
+    """What to raise when others have changed what factors are made of."""
+    return UnsupportedError(
+        f"a cotangent or a saved tensor of shape {tuple(t.shape)} was changed in place during the backward, by a hook "
+        f"or a custom Function: let it work on a copy"
+    )
+
+
+Source = tuple[Node, int, Slot]  # a node, one of its outputs, and the slot at which the engine stops that it goes to
+
+
+class Births:
+    """Watches the cotangents that the engine will return, from when they are made."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._outputs: dict[Node, list[tuple[int, Slot]]] = {}
+        for node, k, slot in sources:
+            self._outputs.setdefault(node, []).append((k, slot))
+        self._made: dict[Slot, list[tuple[int, int] | None]] = {}  # memory and version; None: nobody else has it
+
+    def hook(self) -> list[RemovableHandle]:
+        """Look at what comes out of every node that feeds them."""
+        return [node.register_hook(partial(self._look, node)) for node in self._outputs]
+
+    def _look(self, node: Node, outputs: Sequence[Tensor | None], inputs: Sequence[Tensor | None]) -> None:
+        for k, slot in self._outputs[node]:
+            g = outputs[k]
+            if g is not None:
+                others = [*inputs, *outputs[:k], *outputs[k + 1 :]]
+                shared = is_custom(node) or any(t is not None and _memory(t) == _memory(g) for t in others)
+                self._made.setdefault(slot, []).append((_memory(g), version(g)) if shared else None)
+
+    def check(self, returned: Mapping[Slot, Tensor]) -> None:
+        """Raise if one that others could see was changed; the sum of several is the engine's own."""
+        for slot, g in returned.items():
+            made = self._made.get(slot, ())
+            if len(made) == 1 and made[0] is not None:
+                memory, then = made[0]
+                if _memory(g) == memory and version(g) != then:
+                    raise changed_in_place(g)
+
+
+def _memory(t: Tensor) -> int:
+    plain = type(t) is Tensor and t.layout == torch.strided  # wrappers of other tensors have no memory of their own
+    return t.untyped_storage().data_ptr() if plain else id(t)

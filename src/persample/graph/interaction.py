@@ -7,18 +7,15 @@ through detached values, or through gates that are zero today.
 
 from __future__ import annotations
 
-from functools import partial
-
-import torch
-from torch import Tensor
 from torch.autograd.graph import Node
 
 from . import saved
 from .assign import Map
-from .flows.fibres import BATCH_NORMS, normalises_batch
-from .layout import Labels, Layout, sample_dims
+from .flows.fibres import BATCH_NORMS, WINDOWS, mixed_dims, normalises_batch
+from .invoke import is_opaque
+from .layout import Labels, Layout, labels, sample_dims
 from .names import READS, WEIGHT_VIEWS
-from .notes import ask
+from .rows import Alignment, goes_by_sample, memory_of_rows
 from .site import Flow, computes_with_data
 from .tape import Tape, is_leaf, op_name
 
@@ -27,9 +24,11 @@ _BATCH_NORMS = frozenset(BATCH_NORMS.split())
 
 def interactions(tape: Tape, map: Map) -> list[str]:
     """The ops in which samples are seen to meet, nearest to the losses first."""
-    found = dict.fromkeys(_batch_statistics(tape, map) + _crossed_rows(tape, map))
+    found = dict.fromkeys(
+        _batch_statistics(tape, map) + _mixed_data(tape, map) + _counted_rows(tape, map) + _crossed_rows(tape, map)
+    )
     partly = _partly_separable(tape, map)
-    meeting = {n for n in map.batched if not is_leaf(n) and _meets(tape, map, n, n in partly)}
+    meeting = {n for n in map.batched if _meets(tape, map, n, n in partly)} | _holding_samples(tape, map)
     return list(found | _trails(tape, map, meeting)) if meeting else list(found)
 
 
@@ -54,9 +53,10 @@ def _trails(tape: Tape, map: Map, meeting: set[Node]) -> dict[str, None]:
 def _meets(tape: Tape, map: Map, node: Node, partly: bool) -> bool:
     """Do several samples' cotangents meet at a batched node that computes with data?"""
     mixed = partly or any(map.cotangents.get((node, nr)) is Flow.MIXED for nr in range(len(tape.shapes(node))))
-    return (mixed and tape.reaches(node, lambda n: n in tape.fed or op_name(n) in READS)) or _holds_batch_data(
-        tape, node, map.batch
-    )
+    if is_leaf(node):
+        return mixed and (node in tape.data or node in tape.doubtful)
+    data = {*tape.data, *tape.doubtful}
+    return mixed and tape.reaches(node, lambda n: n in tape.fed or n in data or op_name(n) in READS)
 
 
 def _batch_statistics(tape: Tape, map: Map) -> list[str]:
@@ -69,6 +69,35 @@ def _batch_statistics(tape: Tape, map: Map) -> list[str]:
         if normalises_batch(site) and node not in map.batched:
             layout = map.cotangents.get((node, 0))
             if layout is not None and not isinstance(layout, Flow) and 1 not in sample_dims(layout, site.shapes[0]):
+                found.append(site.name)
+    return found
+
+
+def _mixed_data(tape: Tape, map: Map) -> list[str]:
+    """Ops that are given data and have results of different samples in one window, norm or sequence of them."""
+    found = []
+    for node in tape.order:
+        if node in map.batched or node not in tape.fed or op_name(node) not in WINDOWS:
+            continue
+        site, layout = map.sites[node], map.cotangents.get((node, 0))
+        if site.edges[0] is not None or not isinstance(layout, Layout):
+            continue
+        shape, dims = mixed_dims(site)
+        if sample_dims(layout, site.shapes[0]) == (0,) and 0 not in dims:
+            continue
+        mark = labels(layout, site.shapes[0]).expand(site.shapes[0]).reshape(shape)
+        if mark.numel() and any(bool((mark != mark.narrow(d, 0, 1)).any()) for d in dims):
+            found.append(site.name)
+    return found
+
+
+def _counted_rows(tape: Tape, map: Map) -> list[str]:
+    """Embeddings whose gradients are divided by how often the whole batch reads a row."""
+    found = []
+    for node in tape.order:
+        if node not in map.batched and op_name(node) in ("Embedding", "EmbeddingBag"):
+            site, layout = map.sites[node], map.cotangents.get((node, 0))
+            if isinstance(layout, Layout) and site.value("scale_grad_by_freq") and sample_dims(layout, site.shapes[0]):
                 found.append(site.name)
     return found
 
@@ -96,16 +125,34 @@ def _partly_separable(tape: Tape, map: Map) -> set[Node]:
     return found
 
 
-def _holds_batch_data(tape: Tape, node: Node, batch: int) -> bool:
-    """Does a batched node compute with a constant of B rows? It cannot be told from data of the batch."""
-    return computes_with_data(tape, node) and bool(ask(node, partial(_has_rows, batch=batch)))
+def _holding_samples(tape: Tape, map: Map) -> set[Node]:
+    """Batched nodes that compute with a constant whose rows may be the samples'."""
+    fed = {node for node in map.batched if not is_leaf(node) and computes_with_data(tape, node)}
+    if not fed:
+        return set()
+    alignment, found, excused = Alignment(tape, map.sites), set(), set()
+    for node in tape.order:
+        if node not in map.batched:
+            for k, slot in enumerate(tape.edges[node]):
+                if slot is not None and slot[0] in map.batched and map.flows.get((node, k)) is not None:
+                    alignment.enter(map.sites[node], k)
+            continue
+        if is_leaf(node):
+            continue
+        if node in fed:
+            found.update([node] if alignment.may_hold_samples(node, map.batch) else [])
+            excused.update([node] if alignment.is_excused(node, map.batch) else [])
+        alignment.descend(node)
+    return found | (_used_by_sample(tape, map, excused) if excused else set())
 
 
-def _has_rows(node: Node, batch: int) -> bool:
-    constants = () if saved.in_checkpoint(node) else saved.constants(node)
-    return any(t.ndim > 1 and len(t) == batch and _is_data(t) for t in constants)
-
-
-def _is_data(t: Tensor) -> bool:
-    """Numbers or masks; integers are as often places in a table that all samples read (relative positions)."""
-    return t.is_floating_point() or t.is_complex() or t.dtype == torch.bool
+def _used_by_sample(tape: Tape, map: Map, nodes: set[Node]) -> set[Node]:
+    """Those of the nodes whose constants are used sample by sample elsewhere: then they are the samples' after all."""
+    memory: set[int] = set()
+    for node in tape.order:
+        layout = map.cotangents.get((node, 0))
+        if node in tape.fed and node not in map.batched and isinstance(layout, Layout):
+            site = map.sites[node]
+            if not is_opaque(node) and not saved.in_checkpoint(node) and goes_by_sample(site, layout):
+                memory |= memory_of_rows(node)
+    return {node for node in nodes if not memory.isdisjoint(memory_of_rows(node))}

@@ -8,13 +8,18 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
+from torch.utils.checkpoint import CheckpointError
 
+from .._errors import UnsupportedError
+from ..kernels.library import plain
 from .layout import Shape
+from .library import unspent
 from .saved import (
     in_backward,
     in_checkpoint,
     in_own_task,
     in_plain_task,
+    is_compiled,
     is_custom,
     metadata,
     passes_on,
@@ -44,11 +49,6 @@ def _is_opaque(node: Node) -> bool:
     return is_custom(node) or _KINDS.setdefault(kind, False)
 
 
-def is_compiled(node: Node) -> bool:
-    """A region made by ``torch.compile``: opaque, but linear."""
-    return type(node).__name__ == "CompiledFunctionBackward"
-
-
 Cotangents = Sequence[Tensor | None]
 Outputs = list[Tensor | None]
 
@@ -74,7 +74,7 @@ def call_each(
     if is_compiled(node):
         _call_compiled(node, rows, edges, lambda outputs: results.append(take(outputs)))
     else:
-        with unpacked_often(node):
+        with unpacked_often(node), unspent([node]):
             if in_plain_task() or not (in_backward() or in_checkpoint(node)):
                 run()
             else:
@@ -98,8 +98,25 @@ def _call(node: Node, cotangents: Cotangents, edges: Sequence[Slot | None]) -> O
     with torch.no_grad():
         if is_custom(node):
             return _call_python(node, cotangents, len(edges))
-        result = node(*cotangents)  # type: ignore[operator]
+        try:
+            result = node(*[None if g is None else _at_the_start(plain(g)) for g in cotangents])  # type: ignore[operator]
+        except CheckpointError as error:
+            if type(node).__name__ != "CopySlices":  # which hides the op that changed a view, and what that has saved
+                raise
+            raise UnsupportedError(
+                "a checkpointed function changes a view of weights in place (nn.ReLU(inplace=True) after a reshape), "
+                "which can be run backwards once only: use the op that returns a new tensor, or no checkpoint"
+            ) from error
     return [result] if isinstance(result, Tensor) or result is None else list(result)
+
+
+def _at_the_start(g: Tensor) -> Tensor:
+    """A plain cotangent in memory that begins with it.
+
+    Some backwards refuse odd strides, or get them wrong (batch norm, pooling in three dims); that of as_strided_scatter
+    reads from the start of the memory.
+    """
+    return g.clone() if g.storage_offset() else g
 
 
 def _call_python(node: Any, cotangents: Cotangents, count: int) -> Outputs:

@@ -30,11 +30,11 @@ class Lanes:
 
     @classmethod
     def of(cls, layout: Layout, shape: Shape, row_dims: int) -> Lanes | None:
-        """The first ``row_dims`` dims as rows; None when the sample also depends on another dim."""
+        """The first ``row_dims`` dims as rows; None when there are fewer, or the sample also depends on another."""
         even = _even_rows(layout, shape, row_dims) if isinstance(layout, Block) else None
         if even is not None:
             return cls(layout.batch, *even)
-        if any(d >= row_dims for d in sample_dims(layout, shape)):
+        if row_dims > len(shape) or any(d >= row_dims for d in sample_dims(layout, shape)):
             return None
         index = labels(layout, shape).reshape(_row_sizes(layout, shape, row_dims))
         return cls.labelled(layout.batch, index.expand(shape[:row_dims]).reshape(-1))

@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from .assign import Map, assign
+from .gather import Source
 from .names import WEIGHT_VIEWS
 from .roots import Roots
 from .saved import is_custom
-from .tape import Slot, Tape, is_leaf, leading_to, op_name, walk
+from .tape import Slot, Tape, is_leaf, leading_to, op_name
 
 if TYPE_CHECKING:
     from .bundles import Bundle
@@ -31,6 +32,7 @@ class Plan:
     frontier: dict[Node, list[int]] = field(default_factory=dict)  # separable node -> outputs into shared tensors
     hooked: list[Node] = field(default_factory=list)  # frontier nodes on the way to others: caught in passing
     requested: list[Slot] = field(default_factory=list)  # cotangents that the engine is to return
+    sources: list[Source] = field(default_factory=list)  # where these come from
     direct: dict[tuple[Node, int], Route] = field(default_factory=dict)  # the one use of a parameter -> its way there
     rest: list[Node] = field(default_factory=list)  # batched nodes on no such way, from the losses down
     waiting: dict[Node, int] = field(default_factory=dict)  # batched node -> contributions that will come to it
@@ -50,11 +52,11 @@ def plan(
     The engine will go on to ``plain`` for ordinary gradients, whatever is requested here; ``data`` are leaves among the
     parameters that hold samples. A ``tape`` of the same graph saves another walk.
     """
-    tape = tape or walk([node for node, _ in roots.slots], params)
+    tape = tape or roots.walk(params)
     tape.data = data
     found = Plan(tape, assign(tape, roots))
     inner: set[Node] = set()  # nodes from which the engine goes on to something requested
-    onward = leading_to([node for node, _ in roots.slots], {node for node, _ in plain}) if plain else set()
+    onward = leading_to(roots.nodes, {node for node, _ in plain}, roots.regions.below) if plain else set()
     cotangents, batched, flows = found.map.cotangents, found.map.batched, found.map.flows
     for node in reversed(tape.order):
         if node in batched:
@@ -81,6 +83,8 @@ def plan(
                 found.requested += [(node, nr) for nr, state in enumerate(states) if state is not None]
         if crossing or going_on:
             inner.add(node)
+    ends = set(found.requested)
+    found.sources = [(n, k, slot) for n, slots in tape.edges.items() for k, slot in enumerate(slots) if slot in ends]
     found.waiting = _contributions(found)
     found.direct = _routes(found)
     passed = {node for views, leaf in found.direct.values() for node in (*views, leaf)}

@@ -1,25 +1,27 @@
 """Asking the data: which sample does each element of a backward output belong to?
 
-Every sample's cotangent is scaled by its own power of two. That is exact in floating point, so an output element
-that depends on one sample alone is scaled by exactly that sample's power, and any other ratio means that samples
-meet in it. Sixteen samples are told apart in one extra run, 256 in two, 16**n in n.
+The sample's number is found bit by bit. For every bit the op is run twice, once with the cotangents of those samples
+alone whose number has it, once with those of the others, zeros standing for the rest. An element that is zero in one of
+the two runs has nothing of its samples; one that is not zero in either is where samples meet. A zero is exact: however
+small a contribution, and in whatever dtype, nothing rounds away beside another sample's. 2 log2 B runs tell B samples.
 
-C++ nodes are linear in their cotangents, so they can be asked alone, with random cotangents. Custom
-``autograd.Function``s and compiled regions need not be linear: they are asked by a real backward from the losses.
-Elements that are zero or not finite prove nothing. Nor is a contribution seen that rounds away beside another sample's,
-or a custom backward that is linear for cotangents as large as these and not for smaller ones.
+C++ nodes are linear in their cotangents, so they can be asked alone, with random cotangents; these are as large as the
+dtype allows, so that nothing underflows that a real backward would not lose. Custom ``autograd.Function``s need not be
+linear: they are asked with the cotangents of this call, and each sample's part must be what it is with all others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .invoke import call_each
-from .layout import NOBODY, Block, Labels, Layout, Shape, carry, labels, sample_dims, simplify, strides
+from .layout import NOBODY, Block, Labels, Layout, Shape, labels, simplify, strides
+from .library import unspent
 from .notes import by_data
 from .roots import Roots
 from .saved import metadata
@@ -27,7 +29,7 @@ from .site import Fate, Flow, Site
 from .tape import Slot, Tape
 
 _Outputs = Sequence[Tensor | None]
-_Scale = Callable[[Tensor], Tensor]  # from sample numbers to factors
+_Weigh = Callable[[Tensor], Tensor]  # from sample numbers to what their cotangents are multiplied by; False: zeros
 _OWN: Shape = (-1,)  # in place of a target's shape: whatever the output's own shape is
 
 
@@ -37,56 +39,62 @@ def probe_node(site: Site, layouts: Sequence[Layout | None], batch: int, *, summ
     ``summed=False`` asks about outputs as the node returns them, before the engine sums over broadcast dims.
     """
     about = metadata(site.node)
-    given: list[tuple[Tensor, Tensor] | None] = []
-    for nr, layout in enumerate(layouts):
-        if layout is None:
-            given.append(None)
-            continue
-        mark = labels(layout, site.shapes[nr], about[nr].device)
-        noise = _noise(site.shapes[nr], about[nr].dtype, about[nr].device, seed=nr)
-        given.append((noise.masked_fill(mark == NOBODY, 0) if isinstance(layout, Labels) else noise, mark))
+    given = [None if lay is None else _noise(about[nr], seed=nr) for nr, lay in enumerate(layouts)]
+    return _ask_node(site, given, layouts, batch, summed=summed, exactly=False)
 
-    def run(scales: Sequence[_Scale | None]) -> list[_Outputs]:
-        rows = (
-            [None if g is None else g[0] if scale is None else g[0] * scale(g[1]).to(g[0].dtype) for g in given]
-            for scale in scales
-        )
+
+def probe_call(
+    site: Site, cotangents: Sequence[Tensor | None], layouts: Sequence[Layout | None], batch: int
+) -> list[Fate]:
+    """The same for cotangents that a backward brought to a node, which may be a custom one."""
+    return _ask_node(site, cotangents, layouts, batch, summed=True, exactly=True)
+
+
+def _ask_node(
+    site: Site,
+    cotangents: Sequence[Tensor | None],
+    layouts: Sequence[Layout | None],
+    batch: int,
+    *,
+    summed: bool,
+    exactly: bool,
+) -> list[Fate]:
+    given: list[tuple[Tensor, Tensor] | None] = [
+        None if g is None or lay is None else (g, labels(lay, tuple(g.shape), g.device))
+        for g, lay in zip(cotangents, layouts, strict=True)
+    ]
+
+    def run(weighings: Sequence[_Weigh]) -> list[_Outputs]:
+        rows = ([None if g is None else _weighed(*g, weigh) for g in given] for weigh in weighings)
         return call_each(site.node, rows, site.edges, lambda outputs: [_plain(t) for t in outputs])
 
     targets = [None if slot is None else site.target(k) if summed else _OWN for k, slot in enumerate(site.edges)]
-    guesses = [None if shape is None else _guess(site.shapes, layouts, shape) for shape in targets]
-    return _ask(run, targets, batch, base=_base(about[0].dtype), guesses=guesses)
-
-
-def _guess(shapes: Sequence[Shape], layouts: Sequence[Layout | None], target: Shape) -> Layout | None:
-    """What is most likely: the sample stays in its dim."""
-    live = [(shape, layout) for shape, layout in zip(shapes, layouts, strict=True) if layout is not None]
-    if len(live) != 1 or len(live[0][0]) != len(target):
-        return None
-    shape, layout = live[0]
-    if not sample_dims(layout, shape):  # one sample's: of the target, only what was read is
-        return None
-    return carry(layout, shape, target, [d if shape[d] == target[d] else None for d in range(len(shape))])
+    return _ask(run, targets, batch, exactly)
 
 
 def probe_slots(tape: Tape, roots: Roots, slots: Sequence[Slot]) -> dict[Slot, Fate]:
     """The fate of the cotangents at ``slots``, by real backwards from the roots."""
     about = [metadata(node)[nr] for node, nr in roots.slots]
-    starts = [  # not ones: whole numbers meet by chance
-        _noise(tuple(m.shape), m.dtype, m.device, seed=nr) for nr, m in enumerate(about)
-    ]
+    starts = roots.cotangents or [torch.ones(m.shape, dtype=m.dtype, device=m.device) for m in about]
     marks = [labels(lay, tuple(m.shape), m.device) for lay, m in zip(roots.layouts, about, strict=True)]
 
-    def run(scales: Sequence[_Scale | None]) -> list[_Outputs]:
+    def run(weighings: Sequence[_Weigh]) -> list[_Outputs]:
         runs = []
-        for scale in scales:
-            pairs = zip(starts, marks, strict=True)
-            scaled = [g if scale is None else g * scale(mark).to(g.dtype) for g, mark in pairs]
-            runs.append([_plain(t) for t in roots.pull(scaled, slots, retain_graph=True)])
+        for weigh in weighings:
+            weighed = [_weighed(g, mark, weigh) for g, mark in zip(starts, marks, strict=True)]
+            with unspent(tape.order):
+                runs.append([_plain(t) for t in roots.pull(weighed, slots, retain_graph=True)])
         return list(runs)
 
-    fates = _ask(run, [tape.shape(s) for s in slots], roots.batch, base=_base(about[0].dtype))
+    fates = _ask(run, [tape.shape(s) for s in slots], roots.batch, exactly=True)
     return dict(zip(slots, fates, strict=True))
+
+
+def _weighed(g: Tensor, mark: Tensor, weigh: _Weigh) -> Tensor:
+    """A cotangent with some samples' part replaced by zeros, never multiplied by them: they may be NaN."""
+    by = weigh(mark)
+    zero = torch.zeros((), dtype=g.dtype, device=g.device)
+    return torch.where(by & (mark != NOBODY), g, zero) if by.dtype == torch.bool else g * by.to(g.dtype)
 
 
 def _plain(t: Tensor | None) -> Tensor | None:
@@ -94,84 +102,107 @@ def _plain(t: Tensor | None) -> Tensor | None:
     return None if t is None else (t.to_dense() if t.is_sparse else t).resolve_conj().resolve_neg()
 
 
-def _noise(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Tensor:
-    """Numbers between 1 and 2, random but for a period that no op has reason to follow; the user's generator rests."""
+def _noise(about: Any, seed: int) -> Tensor:
+    """Large numbers, random but for a period that no op has reason to follow; the user's generator rests."""
+    shape, dtype = tuple(about.shape), about.dtype
     period, count = 65537, prod(shape)
     generator = torch.Generator("cpu").manual_seed(seed)
     wide = torch.complex128 if dtype.is_complex else torch.float64
-    line = torch.rand(min(period, count), generator=generator, dtype=wide, device="cpu").add_(1).to(device, dtype)
+    line = torch.rand(min(period, count), generator=generator, dtype=wide, device="cpu").add_(1)
+    line = line.mul_(torch.finfo(dtype).max ** 0.5 / 16).to(about.device, dtype)
     return line.repeat(-(-count // period))[:count].reshape(shape) if count else line.reshape(shape)
 
 
-def _base(dtype: torch.dtype) -> int:
-    """How many powers of two are told apart in one run; half precision overflows early."""
-    return 4 if dtype == torch.float16 else 16
+def _everybody(mark: Tensor) -> Tensor:
+    return torch.ones_like(mark, dtype=torch.bool)
+
+
+def _nobody(mark: Tensor) -> Tensor:
+    return torch.zeros_like(mark, dtype=torch.bool)
+
+
+def _unequal(mark: Tensor) -> Tensor:
+    """Weights by which contributions that cancelled no longer do."""
+    return torch.exp2((mark.clamp(min=0) % 4).to(torch.float64))
+
+
+def _with_bit(j: int, value: int) -> _Weigh:
+    return lambda mark: (mark >> j) & 1 == value
 
 
 def _ask(
-    run: Callable[[Sequence[_Scale | None]], list[_Outputs]],
-    shapes: Sequence[Shape | None],
-    batch: int,
-    base: int,
-    guesses: Sequence[Layout | None] | None = None,
+    run: Callable[[Sequence[_Weigh]], list[_Outputs]], shapes: Sequence[Shape | None], batch: int, exactly: bool
 ) -> list[Fate]:
-    """Run once plain and once per digit of the sample number, and read the samples from the ratios."""
+    """Bit by bit; ``exactly``: what samples have apart must be what they have together.
+
+    The first bit alone, as most samples that meet do so there; the others at once, as every run may cost a
+    recomputation of a checkpointed region.
+    """
     by_data()
-    places = [base**j for j in range(64) if base**j < batch]
+    bits = [_with_bit(j, value) for j in range((batch - 1).bit_length()) for value in (0, 1)]
+    blank, together, unequal, *runs = run([_nobody, _everybody, _unequal, *bits[:2]])
+    answers = [None if t is None or s is None else _Answer(t) for t, s in zip(blank, shapes, strict=True)]
 
-    def power(place: int) -> _Scale:
-        return lambda mark: torch.exp2((mark.clamp(min=0) // place % base + 1).to(torch.float64))
+    def read(j: int, without: _Outputs, having: _Outputs) -> None:
+        for answer, zero, one, both in zip(answers, without, having, together, strict=True):
+            if answer is not None and zero is not None and one is not None and not answer.mixed:
+                answer.read(j, zero, one, both if exactly else None)
 
-    plain, *scaled = run([None, *[power(place) for place in places]])
-    fates: list[Fate] = []
-    for k, one in enumerate(plain):
-        shape = None if one is None else tuple(one.shape) if shapes[k] is _OWN else shapes[k]
-        runs = [outputs[k] for outputs in scaled]
-        if one is None or shape is None or any(r is None for r in runs):
-            fates.append(None)
-            continue
-        guess = None if guesses is None or shape != tuple(one.shape) else guesses[k]
-        mark = None if guess is None else labels(guess, shape, one.device)
-        if (
-            mark is not None
-            and not ((one != 0) & (mark == NOBODY)).any()
-            and all(
-                torch.equal(r, one * power(place)(mark).to(one.dtype))  # type: ignore[arg-type]
-                for r, place in zip(runs, places, strict=True)
-            )
-        ):
-            fates.append(guess if bool((one != 0).any()) else None)
-            continue
-        read = [_digits(one, r, base) for r in runs if r is not None]
-        index = torch.stack([digits * place for (digits, _), place in zip(read, places, strict=True)]).sum(0)
-        fates.append(_fate(one, index.to("cpu"), shape, batch, mixed=not all(clean for _, clean in read)))
-    return fates
+    read(0, *runs)
+    if bits[2:] and not all(answer is None or answer.mixed for answer in answers):
+        runs = run(bits[2:])
+        for j in range(1, len(bits) // 2):
+            read(j, *runs[2 * j - 2 : 2 * j])
+    for answer, t in zip(answers, unequal, strict=True):
+        if answer is not None and t is not None and exactly:
+            answer.compare(t)
+    return [
+        None if a is None or s is None else a.fate(tuple(a.index.shape) if s is _OWN else s, batch)
+        for a, s in zip(answers, shapes, strict=True)
+    ]
 
 
-def _digits(one: Tensor, scaled: Tensor, base: int) -> tuple[Tensor, bool]:
-    """log2(scaled / one) - 1 where it is a whole number, and whether it is so for every number that is finite."""
-    if one.is_complex():
-        pairs = zip(torch.view_as_real(one).unbind(-1), torch.view_as_real(scaled).unbind(-1), strict=True)
-        (real, real_clean), (imag, imag_clean) = (_digits(o, s, base) for o, s in pairs)
-        agree = (real == imag) | (one.real == 0) | (one.imag == 0)
-        return torch.where(one.real != 0, real, imag), real_clean and imag_clean and bool(agree.all())
-    known = torch.isfinite(one) & (one != 0)
-    mantissa, exponent = torch.frexp((scaled.double() / one.double()).where(known, 2.0))
-    whole = (mantissa == 0.5) & (exponent >= 2) & (exponent <= base + 1)  # false where the scaled number overflowed
-    return (exponent - 2).clamp(0, base - 1).to(torch.int64), bool(whole.all() & ~((one == 0) & (scaled != 0)).any())
+class _Answer:
+    """What is known so far of the samples in one output."""
 
+    def __init__(self, blank: Tensor) -> None:
+        self.index = torch.zeros(blank.shape, dtype=torch.int64, device=blank.device)
+        self.spoilt = blank != 0  # for cotangents of zeros: NaN, whatever they are, and anybody's
+        self.live: Tensor | None = None  # somebody's
+        self.mixed = False
 
-def _fate(one: Tensor, index: Tensor, shape: Shape, batch: int, mixed: bool) -> Fate:
-    finite = torch.isfinite(one)
-    known = (finite & (one != 0)).to("cpu")
-    if mixed or bool((index[known] >= batch).any()):
-        return Flow.MIXED
-    if not bool(known.any()):  # zeros carry nothing; NaN may be anybody's
-        return None if bool(finite.all()) else Flow.SHARED
-    index = index.masked_fill(~known, NOBODY)
-    if index.shape != shape:  # the engine would sum a broadcast output to its target's shape
-        return _summed(index, shape, batch)
-    return fit(index, shape, batch, poisoned=not bool(finite.all()))
+    def read(self, j: int, zero: Tensor, one: Tensor, together: Tensor | None) -> None:
+        """Bit j: an element is not zero in one of the two, always the same way."""
+        rest = ~self.spoilt
+        zeros, ones = (zero != 0) & rest, (one != 0) & rest
+        live = zeros | ones
+        odd = zeros & ones
+        if self.live is not None:
+            odd |= (live != self.live) & rest
+        if together is not None:
+            odd |= (torch.where(ones, one, zero) != together) & rest & together.isfinite()
+        self.live = live
+        self.mixed = bool(odd.any())
+        self.index += ones.to(torch.int64) << j
+
+    def compare(self, unequal: Tensor) -> None:
+        """Elements that are nobody's stay zero when samples have other weights."""
+        if self.live is not None:
+            self.mixed = self.mixed or bool(((unequal != 0) & ~self.live & ~self.spoilt & unequal.isfinite()).any())
+
+    def fate(self, shape: Shape, batch: int) -> Fate:
+        live = self.live
+        if live is None:
+            return None
+        if self.mixed or bool((self.index[live] >= batch).any()):
+            return Flow.MIXED
+        spoilt = bool(self.spoilt.any())
+        if not bool(live.any()):  # zeros carry nothing; NaN may be anybody's
+            return Flow.SHARED if spoilt else None
+        index = self.index.masked_fill(~live, NOBODY).to("cpu")
+        if index.shape != shape:  # the engine would sum a broadcast output to its target's shape
+            return _summed(index, shape, batch)
+        return fit(index, shape, batch, poisoned=spoilt)
 
 
 def _summed(index: Tensor, shape: Shape, batch: int) -> Fate:

@@ -36,6 +36,8 @@ def _transpose(site: Site, factor: Factor, target: Shape) -> Factor | None:
 @lift("Transpose")
 def _swap(site: Site, factor: Factor, target: Shape) -> Factor | None:
     n = len(target)
+    if not n:
+        return factor
     dims = list(range(n))
     a, b = site.number("dim0") % n, site.number("dim1") % n
     dims[a], dims[b] = b, a
@@ -94,7 +96,9 @@ def _flip(site: Site, factor: Factor, target: Shape) -> Factor | None:
 
 @lift("Roll")
 def _roll(site: Site, factor: Factor, target: Shape) -> Factor | None:
-    dims = tuple(saved % len(target) for saved in site.numbers("dims")) if target else ()
+    if not target:
+        return factor
+    dims = tuple(saved % len(target) for saved in site.numbers("dims"))
     return View(factor, target, Roll(tuple(-n for n in site.numbers("shifts")), dims))
 
 
@@ -106,6 +110,8 @@ def _complex(site: Site, factor: Factor, target: Shape) -> Factor | None:
 @lift("Embedding IndexSelect")
 def _table(site: Site, factor: Factor, target: Shape) -> Factor | None:
     """A table read once for all samples: positions, relative distances."""
+    if not target:
+        return None
     if site.name == "IndexSelect":
         ids, padding = site.tensor("index"), -1
         plain = site.number("dim") % len(target) == 0
@@ -141,7 +147,7 @@ def pull(site: Site, factors: Sequence[Factor | None], batch: int) -> tuple[dict
             return {0: found}, False
     stacks = [None if f is None else f.stack() for f in factors]
     if site.name == "WeightNormInterface" and stacks[0] is not None and len(stacks) == 1:
-        return _weight_norm(site, stacks[0]), False
+        return {k: factor for k, factor in _weight_norm(site, stacks[0]).items() if k in wanted}, False
     return {k: Dense(v) for k, v in push_stacked(site, stacks, batch, wanted).items()}, loops(site)
 
 

@@ -21,6 +21,7 @@ from .invoke import is_opaque
 from .layout import Labels, Layout
 from .notes import Notes, Question
 from .plan import Plan
+from .reentrant import is_reentrant
 from .roots import Roots
 from .saved import metadata
 from .site import Sites
@@ -66,10 +67,11 @@ def outline(
     """
     if any(isinstance(layout, Labels) for layout in [*roots.layouts, *known.values()]):
         return None  # which are data of this call
+    regions, places = roots.regions, roots.places
     whose = {id(p): i for i, p in enumerate(params)}
-    numbers = {node: i for i, node in enumerate(dict.fromkeys(node for node, _ in roots.slots))}
+    numbers = {node: i for i, node in enumerate(dict.fromkeys(node for (node, _), _ in places))}
     nodes, leaves = list(numbers), dict[Node, Tensor]()
-    key: list[Hashable] = [roots.batch, *roots.layouts, *[(numbers[node], nr) for node, nr in roots.slots]]
+    key: list[Hashable] = [roots.batch, *[(numbers[node], nr, layout) for (node, nr), layout in places]]
     for node in nodes:  # which grows
         kind = type(node)
         form = _FORMS.get(kind) or _form(node, kind)
@@ -81,17 +83,23 @@ def outline(
             key += (whose.get(id(variable)), variable.shape, variable.dtype, variable.device)
             continue
         for child, nr in node.next_functions:
+            number = numbers.get(child)  # type: ignore[arg-type]
+            if number is None and (is_reentrant(child) or child in regions.entries):
+                child, nr = regions.resolve(child, nr)
+                number = numbers.get(child)  # type: ignore[arg-type]
             if child is None:
                 key.append(None)
                 form = _OP
                 continue
-            number = numbers.get(child)
             if number is None:
                 number = numbers[child] = len(nodes)
                 nodes.append(child)
             key += (number, nr)
         if form is _OP:
-            key += [tuple(about.shape) for about in metadata(node)]
+            try:
+                key += [tuple(about.shape) for about in metadata(node)]
+            except RuntimeError:  # nested tensors have none; planning says so
+                return None
     wanted = tuple([(numbers.get(node), nr) for node, nr in plain])
     facts = frozenset([(numbers.get(node), nr, layout) for (node, nr), layout in known.items()])
     return Outline(nodes, leaves, (tuple(key), wanted, facts, terms))
@@ -184,6 +192,7 @@ def _renamed(plan: Plan, names: Any) -> Plan:
         {names[node]: outputs for node, outputs in plan.frontier.items()},
         [names[node] for node in plan.hooked],
         [(names[node], nr) for node, nr in plan.requested],
+        [(names[node], k, (names[to], nr)) for node, k, (to, nr) in plan.sources],
         {
             (names[node], k): (tuple([names[view] for view in views]), names[leaf])
             for (node, k), (views, leaf) in plan.direct.items()

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from .layout import Block, Layout
+from .regions import Regions, Starts
 from .saved import metadata
-from .tape import Slot
+from .tape import Slot, Tape, walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,10 @@ class Roots:
     batch: int
     cotangents: Sequence[Tensor] = ()
     losses: Tensor | None = None
+    regions: Regions = field(init=False)  # what reentrant checkpoints hide of the graph below
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "regions", Regions([node for node, _ in self.slots]))
 
     @classmethod
     def of_losses(cls, losses: Tensor) -> Roots:
@@ -38,20 +44,78 @@ class Roots:
         node, nr = self.slots[0]
         return int(metadata(node)[nr].dtype.itemsize)
 
-    def backward(self, inputs: Sequence[Slot], *, retain_graph: bool) -> tuple[Tensor | None, ...]:
-        """The gradients of the whole batch at ``inputs``."""
-        if self.losses is None:
-            return self.pull(self.cotangents, inputs, retain_graph=retain_graph)
+    @property
+    def places(self) -> list[tuple[Slot, Layout]]:
+        """The slots as they are in the graph whose reentrant checkpoints are opened."""
+        found = []
+        for slot, layout in zip(self.slots, self.layouts, strict=True):
+            node, nr = self.regions.resolve(*slot)
+            found += [] if node is None else [((node, nr), layout)]
+        return found
+
+    @property
+    def nodes(self) -> list[Node]:
+        """The nodes at which the graph begins."""
+        return [node for (node, _), _ in self.places]
+
+    def walk(self, params: Iterable[Tensor]) -> Tape:
+        """The graph from here to these leaves."""
+        return walk(self.nodes, params, self.regions.below)
+
+    def settle(self, inputs: Sequence[Slot]) -> Starts:
+        """Where a backward to ``inputs`` has to start from besides, which may take others to find out."""
+        return self._settle(self._given(), inputs) if self.regions.opened else ()
+
+    def backward(
+        self, inputs: Sequence[Slot], *, retain_graph: bool, besides: Starts | None = None
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients of the whole batch at ``inputs``; ``besides`` is what `settle` has found."""
+        if self.losses is None or self.regions.opened:
+            return self.pull(self._given(), inputs, retain_graph=retain_graph, besides=besides)
         with torch.enable_grad():
             total = self.losses.sum()  # a cotangent of ones, without the imports that a given one costs once
         return torch.autograd.grad(total, _edges(inputs), retain_graph=retain_graph, allow_unused=True)
 
+    def passing(
+        self, nodes: Sequence[Node], edges: Mapping[Node, Sequence[Slot | None]]
+    ) -> dict[Node, list[Tensor | None]]:
+        """The cotangents that come to ``nodes``, copied as they do: somebody may change them later on."""
+        found: dict[Node, list[Tensor | None]] = {node: [None] * len(metadata(node)) for node in nodes}
+
+        def keep(node: Node, grads: Sequence[Tensor | None]) -> None:
+            found[node] = [None if g is None else g.clone() for g in grads]
+
+        handles = [node.register_prehook(partial(keep, node)) for node in nodes]
+        below = dict.fromkeys(slot for node in nodes for slot in edges[node] if slot is not None)
+        try:
+            self.backward(list(below), retain_graph=True)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return found
+
     def pull(
-        self, cotangents: Sequence[Tensor], inputs: Sequence[Slot], *, retain_graph: bool
+        self,
+        cotangents: Sequence[Tensor],
+        inputs: Sequence[Slot],
+        *,
+        retain_graph: bool,
+        besides: Starts | None = None,
     ) -> tuple[Tensor | None, ...]:
         """The same from other cotangents."""
-        starts = _edges(self.slots)
-        return torch.autograd.grad(starts, _edges(inputs), cotangents, retain_graph=retain_graph, allow_unused=True)
+        if self.regions.opened:
+            also = self._settle(cotangents, inputs) if besides is None else besides
+            starts = [*zip(self.slots, cotangents, strict=True), *also]
+            return self.regions.backward(starts, inputs, retain_graph=retain_graph)
+        return torch.autograd.grad(
+            _edges(self.slots), _edges(inputs), cotangents, retain_graph=retain_graph, allow_unused=True
+        )
+
+    def _given(self) -> Sequence[Tensor]:
+        return self.cotangents if self.losses is None else [torch.ones_like(self.losses)]
+
+    def _settle(self, cotangents: Sequence[Tensor], inputs: Sequence[Slot]) -> Starts:
+        return self.regions.settle(list(zip(self.slots, cotangents, strict=True)), inputs)
 
 
 def slot_of(tensor: Tensor) -> Slot:

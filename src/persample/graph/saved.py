@@ -1,7 +1,6 @@
 """Reading what autograd nodes saved: the one module that touches private attributes of PyTorch.
 
-Holds for torch 2.9 to 2.13 (checkpoints can be seen from 2.10 on); ``tests/graph/test_saved.py`` checks the names and
-behaviours used here.
+Holds for torch 2.10 to 2.15; ``tests/graph/test_saved.py`` checks the names and behaviours used here.
 
 Non-reentrant checkpointing lets every saved tensor be unpacked once per backward, and recomputes a region once per
 backward that unpacks anything of it. A read during the backward would use up the node's own turn; `unpacked_often`
@@ -21,6 +20,7 @@ import torch._functorch.config
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
+from torch.utils.checkpoint import _Holder
 
 from .notes import ask, by_data, note
 
@@ -93,8 +93,8 @@ def late_hooks(t: Tensor) -> list[Callable[[Tensor], None]]:
 
 
 def version(t: Tensor) -> int:
-    """How often a tensor, or one that shares its memory, has been changed in place."""
-    return int(t._version)
+    """How often a tensor, or one that shares its memory, has been changed in place; inference mode does not count."""
+    return 0 if t.is_inference() else int(t._version)
 
 
 def keeps_graph() -> bool:
@@ -113,13 +113,27 @@ def is_custom(node: object) -> TypeGuard[BackwardCFunction]:
     return isinstance(node, BackwardCFunction)
 
 
+def is_torchs(node: object, *names: str) -> TypeGuard[BackwardCFunction]:
+    """A node of one of PyTorch's own Functions of these names, and not of a user's that is called the same."""
+    return (
+        type(node).__name__.removesuffix("Backward") in names
+        and is_custom(node)
+        and function_of(node).__module__.startswith("torch.")
+    )
+
+
+def is_compiled(node: Node) -> bool:
+    """A region made by ``torch.compile``: opaque, but linear."""
+    return is_torchs(node, "CompiledFunction")
+
+
 # Python nodes of torch.distributed that hand cotangents on as they are: DDP's at a model's outputs, FSDP2's at inputs.
-_THROUGH = frozenset({"_DDPSinkBackward", "RegisterPostBackwardFunctionBackward"})
+THROUGH = ("_DDPSink", "RegisterPostBackwardFunction")
 
 
 def passes_on(node: Node) -> TypeGuard[BackwardCFunction]:
     """Does this node only call a wrapper of the model, and give its cotangents to its inputs?"""
-    return type(node).__name__ in _THROUGH and is_custom(node) and function_of(node).__module__.startswith("torch.")
+    return is_torchs(node, *THROUGH)
 
 
 def passed_from(node: BackwardCFunction, k: int) -> int:
@@ -130,14 +144,18 @@ def passed_from(node: BackwardCFunction, k: int) -> int:
 
 
 def has(node: Node, name: str) -> bool:
-    """Was something saved under this name?"""
-    return hasattr(node, f"_saved_{name}")
+    """Is something saved under this name by nodes of this kind? The node is not asked: a checkpoint would recompute."""
+    return hasattr(type(node), f"_saved_{name}")
 
 
 def tensor(node: Node, name: str) -> Tensor | None:
-    """A saved tensor, cut off from its graph; None if it was not needed."""
+    """A saved tensor, cut off from its graph; None if it was not needed. Sparse data come written out."""
     found = _read(node, name)
-    return None if found is None else found.detach()
+    return None if found is None else _dense(found.detach())
+
+
+def _dense(t: Tensor) -> Tensor:
+    return t if t.layout == torch.strided else t.to_dense()
 
 
 # Saved under these names are a forward op's operands; under others, its results and options.
@@ -285,10 +303,24 @@ def read_ahead(node: Node) -> dict[str, Tensor]:
     """All saved tensors of a checkpointed node, while the engine is still to come to it."""
     with unpacked_often(node):
         read = {name: getattr(node, f"_saved_{name}", None) for name in _holders(node)}
-    return {name: value.detach() for name, value in read.items() if isinstance(value, Tensor)}
+    return {name: _dense(value.detach()) for name, value in read.items() if isinstance(value, Tensor)}
 
 
-SEES_CHECKPOINTS = hasattr(torch._C._autograd.SavedTensor, "data")  # from torch 2.10 on
+def read_last(node: Node) -> dict[str, Tensor]:
+    """The same for a node that the engine will not come to: they are let go, unless some are lists to be read apart."""
+    found = read_ahead(node)
+    if len(found) != len(_holders(node)):
+        return {}
+    let_go(node)
+    return found
+
+
+if not (hasattr(torch._C._autograd.SavedTensor, "data") and hasattr(_Holder(), "handles")):
+    # Where a region begins would go unnoticed, and it would be read as if there were none.
+    raise ImportError(
+        f"torch {torch.__version__} does not show which saved tensors a checkpoint holds back, as 2.10 to 2.15 do: "
+        f"install one of these"
+    )
 
 
 def is_recomputed(node: Node) -> bool:

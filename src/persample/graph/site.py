@@ -47,6 +47,10 @@ class Site:
         assert slot is not None
         return self._tape.shape(slot)
 
+    def target_or_saved(self, k: int, name: str) -> Shape:
+        """The same where nothing requested may lie beyond: then what was saved of the tensor says."""
+        return tuple(self.tensor(name).shape) if self.edges[k] is None else self.target(k)
+
     def metadata(self, k: int) -> Any:
         """Shape, dtype and device of the tensor whose gradient is backward output k."""
         slot = self.edges[k]

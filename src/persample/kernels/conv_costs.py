@@ -12,7 +12,7 @@ import torch
 
 from persample.kernels.conv_geometry import Geometry
 from persample.kernels.conv_kernels import CACHE_BYTES, FEW_CHANNELS, SHORT_RUN
-from persample.kernels.conv_rates import AVX2, AVX512
+from persample.kernels.conv_rates import RATES
 from persample.kernels.gram import BLOCK
 
 __all__ = ["KERNEL_TERMS", "NORM_TERMS", "TERMS", "Counts", "nanoseconds"]
@@ -37,6 +37,7 @@ class Counts:
     out_size: tuple[int, ...]
     geometry: Geometry
     dtype: torch.dtype
+    table: str  # of `conv_rates`: the kind of CPU
 
     @property
     def K(self) -> int:
@@ -121,7 +122,7 @@ def _library(c: Counts) -> Terms:
 
 def _is_vectorised(c: Counts) -> bool:
     """Whether the library has a kernel for it: 8 channels at a time, or small depthwise ones."""
-    if c.dtype != torch.float32 or not (c.undilated or (_CAPABILITY == "AVX512" and not c.depthwise)):
+    if c.dtype != torch.float32 or not (c.undilated or (c.table == "AVX512" and not c.depthwise)):
         return False
     if c.depthwise:
         return len(c.kernel) <= 2 and max(c.kernel) <= 3 and max(c.geometry.stride) <= 2
@@ -252,11 +253,9 @@ KERNEL_TERMS: Mapping[str, Formula] = {
 NORM_TERMS: Mapping[str, Formula] = {"positions": _positions, "patches": _patch_gram, "pixels": _pixel_gram}
 TERMS: Mapping[str, Formula] = {**KERNEL_TERMS, **NORM_TERMS, "sum": _sum}
 
-_CAPABILITY = torch.backends.cpu.get_cpu_capability()
-
 
 def nanoseconds(what: str, c: Counts) -> float:
     """About how long a kernel takes, or one of the ways to norms, or the sum over all samples."""
     way, terms = TERMS[what](c)
-    each = (AVX512 if _CAPABILITY == "AVX512" else AVX2)[way]
+    each = RATES[c.table][way]
     return sum(each[name] * count for name, count in terms.items())

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from persample.kernels.conv_geometry import Geometry
+from persample.kernels.library import convolution, weight_gradient
 
 __all__ = [
     "CACHE_BYTES",
@@ -21,7 +22,6 @@ __all__ = [
     "KERNELS",
     "SHORT_RUN",
     "fit",
-    "library_gradient",
     "matrices",
     "patches_by_position",
     "samples_per_step",
@@ -33,13 +33,6 @@ _FRESH = 2**22  # bytes; a larger block may be new pages every time
 _VECTOR, _FEW_COLUMNS = 8, 64
 FEW_CHANNELS = 4
 SHORT_RUN = 5  # shorter ones are copied faster one element of each at a time
-
-
-def library_gradient(x: Tensor, dy: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
-    """PyTorch's weight gradient of images x (N, Cin, *S); of ``weight`` only the shape is read."""
-    only_weight = (False, True, False)
-    grad: Tensor = torch.ops.aten.convolution_backward(dy, x, weight, None, *geometry.arguments, only_weight)[1]
-    return grad
 
 
 def _library(x: Tensor, dy: Tensor, out: Tensor, geometry: Geometry) -> Tensor:
@@ -63,7 +56,7 @@ def _folded(x: Tensor, dy: Tensor, out: Tensor, geometry: Geometry) -> Tensor:
     """`_library` for samples that are done at once."""
     folded = replace(geometry, groups=len(out) * geometry.groups)
     x, dy = (t.transpose(0, 1).flatten(1, 2) for t in (x, dy))
-    return library_gradient(x, dy, out.flatten(0, 1), folded).view(out.shape)
+    return weight_gradient(x, dy, out.flatten(0, 1), folded).view(out.shape)
 
 
 def _pointwise(x: Tensor, dy: Tensor, out: Tensor, geometry: Geometry) -> Tensor:
@@ -133,9 +126,8 @@ def _forward(x: Tensor, dy: Tensor, out: Tensor, geometry: Geometry) -> Tensor:
     none = (0,) * (out.ndim - 3)
     x = fit(x, out.shape[3:], dy.shape[3:], geometry)
     images, filters = (t.transpose(1, 2).flatten(0, 1) for t in (x, dy))  # (B·G, R, *S) and (B·G·p, R, *O)
-    options = geometry.dilation, none, geometry.stride, False, none, len(images)
-    found: Tensor = torch.ops.aten.convolution(images.flatten(0, 1).unsqueeze(0), filters, None, *options)
-    return found.view(out.shape)
+    exchanged = Geometry(geometry.dilation, none, geometry.stride, False, none, len(images))
+    return convolution(images.flatten(0, 1).unsqueeze(0), filters, exchanged).view(out.shape)
 
 
 def _multiply(dy: Tensor, right: Tensor, out: Tensor) -> None:

@@ -1,13 +1,13 @@
 """Nanoseconds for what `conv_costs` counts, fitted to measurements by ``python -m benchmarks.fit_convolutions``.
 
-One table for each kind of CPU that PyTorch tells apart. Only the order of the sums matters. A table is made of several
-runs, brought to one speed by the kernels that were in all of them. "forward, blocks" of AVX512 is a quarter more than
-what was fitted to its 22 shapes: it was too little for the first layer of a small CNN.
+One table for each kind of CPU that was measured, by PyTorch's name for it. Only the order of the sums matters. A table
+is made of several runs, brought to one speed by the kernels that were in all of them. "forward, blocks" of AVX512 is a
+quarter more than what was fitted to its 22 shapes: it was too little for the first layer of a small CNN.
 """
 
 from collections.abc import Mapping
 
-__all__ = ["AVX2", "AVX512"]
+__all__ = ["AVX2", "AVX512", "RATES", "table_for"]
 
 Rates = Mapping[str, Mapping[str, float]]  # by the way that a kernel takes, and by count
 
@@ -349,3 +349,14 @@ AVX2: Rates = {
         "call": 2.0e5,
     },
 }
+
+RATES: Mapping[str, Rates] = {"AVX512": AVX512, "AVX2": AVX2}
+
+
+def table_for(cpu: str) -> str:
+    """The table for a CPU, by PyTorch's name for it; AVX2, which expects less of the library, if it was never measured.
+
+    >>> table_for("AVX512"), table_for("AVX2"), table_for("SVE256")
+    ('AVX512', 'AVX2', 'AVX2')
+    """
+    return cpu if cpu in RATES else "AVX2"

@@ -3,7 +3,8 @@
 ``python -m benchmarks.convolutions`` measures how good the choices are, on 80 shapes that had no part in the fit, but
 for one correction by hand. On a CPU with AVX-512, 74 of the kernels (two threads) and 76 (one) were at most 15% slower
 than the best one, and with ``--norms`` 75 and 78 of the ways to norms; on average, the choice took 1.01 to 1.03 times
-the best time. `explain_choice` shows the estimates, and `use_kernel` overrides them.
+the best time. `explain_choice` shows the estimates and which CPU's costs they are made of; `use_kernel` overrides them,
+and `use_costs` makes them those of another CPU.
 """
 
 import math
@@ -18,6 +19,7 @@ import torch
 from persample.kernels.conv_costs import KERNEL_TERMS, NORM_TERMS, Counts, nanoseconds
 from persample.kernels.conv_geometry import Geometry
 from persample.kernels.conv_kernels import FEW_CHANNELS
+from persample.kernels.conv_rates import RATES, table_for
 
 __all__ = [
     "Choice",
@@ -30,12 +32,15 @@ __all__ = [
     "keeps_stack",
     "measure",
     "norm_estimates",
+    "use_costs",
     "use_kernel",
 ]
 
 _MEASURED = "measured"
 # Nanoseconds for an element of a stack whose norms are taken while it is in cache, or later, and added up; and a call.
 _NORM, _KEPT, _CALL = 0.14, 0.6, 3.5e4
+_CPU = torch.backends.cpu.get_cpu_capability()
+_table = table_for(_CPU)  # see `use_costs`
 _preferred: str | None = None  # see `use_kernel`
 # samples, images, sizes of weight, x and dy, geometry, dtype
 Key = tuple[int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...], Geometry, torch.dtype]
@@ -44,10 +49,11 @@ _fastest: dict[Key, str] = {}  # of those that were measured
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The kernel for a convolution, and the time that each applicable one was estimated to take."""
+    """The kernel for a convolution, the time that each applicable one was estimated to take, and by whose costs."""
 
     kernel: str
     milliseconds: Mapping[str, float]
+    costs: str
 
 
 def applicable(weight_size: Sequence[int]) -> tuple[str, ...]:
@@ -81,19 +87,55 @@ def explain_choice(
     """The same with the estimates that led to it.
 
     >>> geometry = Geometry((1, 1), (1, 1), (1, 1), transposed=False, output_padding=(0, 0), groups=1)
-    >>> choice = explain_choice(32, 1, (256, 256, 3, 3), (4, 4), (4, 4), geometry)
-    >>> choice.kernel, sorted(choice.milliseconds)
-    ('unfold', ['library', 'shifted', 'unfold'])
+    >>> with use_costs("AVX512"):
+    ...     choice = explain_choice(32, 1, (256, 256, 3, 3), (4, 4), (4, 4), geometry)
+    >>> choice.kernel, sorted(choice.milliseconds), choice.costs
+    ('unfold', ['library', 'shifted', 'unfold'], 'AVX512...')
     """
     key = samples, images, tuple(weight_size), tuple(x_size), tuple(dy_size), geometry, dtype
-    milliseconds = _estimates(*key)
+    milliseconds, costs = _estimates(*key), _whose_costs()
     if is_measuring() and key in _fastest:
-        return Choice(_fastest[key], milliseconds)
+        return Choice(_fastest[key], milliseconds, costs)
     if _preferred in applicable(weight_size):
-        return Choice(_preferred, milliseconds)
+        return Choice(_preferred, milliseconds, costs)
     if "pointwise" in applicable(weight_size):
-        return Choice("pointwise", milliseconds)
-    return Choice(min(milliseconds, key=milliseconds.__getitem__), milliseconds)
+        return Choice("pointwise", milliseconds, costs)
+    return Choice(min(milliseconds, key=milliseconds.__getitem__), milliseconds, costs)
+
+
+def _whose_costs() -> str:
+    """The kind of CPU that estimates were fitted to, and whether that is this one."""
+    if _table == _CPU:
+        return _table
+    if _CPU in RATES:
+        return f"{_table}, though this CPU is {_CPU}"
+    return f"{_table}, for want of any fitted to {_CPU} (python -m benchmarks.fit_convolutions)"
+
+
+@contextmanager
+def use_costs(table: str) -> Iterator[None]:
+    """Inside, choose as a CPU of this kind does, in all threads: what is chosen does not depend on the machine.
+
+    >>> with use_costs("AVX2"):
+    ...     geometry = Geometry((1, 1), (2, 2), (2, 2), transposed=False, output_padding=(0, 0), groups=1)
+    ...     choose(64, 1, (16, 16, 3, 3), (32, 32), (32, 32), geometry)
+    'shifted'
+    """
+    global _table
+    if table not in RATES:
+        raise ValueError(f"no costs were fitted to {table!r}; choose from {tuple(RATES)}")
+    before, _table = _table, table
+    _forget_estimates()
+    try:
+        yield
+    finally:
+        _table = before
+        _forget_estimates()
+
+
+def _forget_estimates() -> None:
+    for remembered in (_estimates, norm_estimates, keeps_stack):
+        remembered.cache_clear()
 
 
 @contextmanager
@@ -202,4 +244,5 @@ def counts_of(
         out_size=out_size,
         geometry=geometry,
         dtype=dtype,
+        table=_table,
     )

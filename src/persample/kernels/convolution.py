@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from persample.kernels.conv_geometry import Geometry
-from persample.kernels.conv_kernels import KERNELS, library_gradient, matrices, patches_by_position
+from persample.kernels.conv_kernels import KERNELS, matrices, patches_by_position
 from persample.kernels.conv_select import (
     Key,
     applicable,
@@ -36,8 +36,10 @@ from persample.kernels.conv_select import (
     is_measuring,
     keeps_stack,
     measure,
+    use_costs,
     use_kernel,
 )
+from persample.kernels.library import convolution, weight_gradient
 
 __all__ = [
     "KERNELS",
@@ -50,6 +52,7 @@ __all__ = [
     "explain_choice",
     "keeps_stack",
     "key_of",
+    "use_costs",
     "use_kernel",
     "weight_per_sample",
     "weight_summed",
@@ -120,12 +123,12 @@ def weight_summed(x: Tensor, dy: Tensor, weight_size: Sequence[int], geometry: G
     """Formula (1) summed over all samples: the ordinary gradient of the weight."""
     if not x.numel() or not dy.numel():
         return x.new_zeros(tuple(weight_size))
-    return library_gradient(x.flatten(0, 1), dy.flatten(0, 1), x.new_empty(tuple(weight_size)), geometry)
+    return weight_gradient(x.flatten(0, 1), dy.flatten(0, 1), x.new_empty(tuple(weight_size)), geometry)
 
 
 def convolve(x: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
     """The convolution itself, of x (B, R, Cin, *S)."""
-    y: Tensor = torch.ops.aten.convolution(x.flatten(0, 1), weight, None, *geometry.arguments)
+    y = convolution(x.flatten(0, 1), weight, geometry)
     return y.view(*x.shape[:2], *y.shape[1:])
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 __all__ = ["POOL", "fresh", "recycled"]
 
 _LEAST = 2**20  # bytes; the C library recycles smaller blocks itself
-_LEAST_FRESH = 2**22  # a huge page has 2**21
+_LEAST_FRESH = 2**22  # a huge page has 2**21; said in docs/reductions.md and by `ps.grad`
 _CALLS = 4  # an idle page is kept if one of so many calls has used it
 _HUGE = hasattr(mmap, "MADV_HUGEPAGE")
 
@@ -35,7 +35,7 @@ def recycled(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
 
 
 def fresh(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialised tensor for results. If it is large, its storage cannot be made larger."""
+    """An uninitialised tensor for results. If it is large, its storage is not PyTorch's, and cannot be made larger."""
     size = prod(shape) * dtype.itemsize
     if size >= _LEAST_FRESH and device.type == "cpu" and _HUGE:
         with suppress(OSError):

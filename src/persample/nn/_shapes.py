@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.convolution import Geometry, weight_per_sample, weight_summed
+from ..kernels.library import input_gradient
 
 Size: TypeAlias = Sequence[int]
 Ints: TypeAlias = int | Sequence[int]
@@ -47,13 +48,9 @@ class Problem:
         """The gradient of the input, without the zeros that followed it."""
         if 0 in (*self.input_size, *self.weight_size, *grad_output.shape):
             return grad_output.new_zeros(self.input_size)
-        only_input = (True, False, False)
 
         def product(w: Tensor, dy: Tensor) -> Tensor:
-            x = dy.new_empty(1).expand(self.padded_size)  # only its shape is read
-            arguments = (*self.geometry.arguments, only_input)
-            grad: Tensor = torch.ops.aten.convolution_backward(dy, x, w, None, *arguments)[0]
-            return grad
+            return input_gradient(dy, w, self.padded_size, self.geometry)
 
         grad = _times_conjugate(product, weight, grad_output)
         for dim, (size, more) in enumerate(zip(self.input_size[2:], self.far, strict=True), start=2):

@@ -23,6 +23,7 @@ def binary(fn: Callable[[Tensor, Tensor], Tensor], *, make: Sequence[Callable[..
         found += [lambda m=m, a=a, b=b: fn(m(*a), m(*b)) for a, b in (((2, 3), (3,)), ((3,), (2, 1)), ((), (2, 3)))]
         found.append(lambda m=m: fn(m(3), m(2, 3).detach()))
         found.append(lambda m=m: fn(m(2, 3).detach(), m(2, 1)))
+        found += [lambda m=m, b=b: fn(m(4, 4), m(*b)) for b in ((4,), (4, 1), (4, 1, 4))]  # sizes that coincide
     return found
 
 

@@ -18,13 +18,16 @@ def leading(shape: Shape, kept: int) -> list[int | None]:
 )
 def along_dim(site: Site, k: int, layouts: Layouts) -> Fate:
     """Fibres along one dim."""
-    layout = only(layouts)
-    shape = site.shapes[next(nr for nr, lay in enumerate(layouts) if lay is not None)]
-    target = site.target(k)
+    layout, shape, target = only(layouts), site.shapes[0], site.target(k)
     if not shape or len(shape) != len(target):
+        return Flow.PROBE
+    if k == 1 and site.name in _SCATTERS and tuple(site.tensor("index").shape) != target:  # PyTorch repeats or refuses
         return Flow.PROBE
     (dim,) = site.dims("dim", len(shape))
     return keep(layout, shape, target, [None if d == dim else d for d in range(len(shape))])
+
+
+_SCATTERS = frozenset({"Scatter", "ScatterAdd", "ScatterReduce"})
 
 
 @flow("FftR2C FftC2R FftC2C")
@@ -35,10 +38,12 @@ def fourier(site: Site, k: int, layouts: Layouts) -> Fate:
     return keep(only(layouts), shape, site.target(k), [None if d in mixed else d for d in range(len(shape))])
 
 
-@flow(
-    "Convolution MkldnnConvolution CudnnConvolution ConvolutionOverrideable SlowConvDilated2D SlowConvDilated3D"
-    " NativeGroupNorm"
+CONVOLUTIONS = (
+    "Convolution MkldnnConvolution CudnnConvolution ConvolutionOverrideable SlowConvDilated2D SlowConvDilated3D".split()
 )
+
+
+@flow(" ".join([*CONVOLUTIONS, "NativeGroupNorm"]))
 def convolution(site: Site, k: int, layouts: Layouts) -> Fate:
     """Images are dim 0; weight and bias, or scale and shift, are shared by all of them."""
     layout, shape = only(layouts), site.shapes[0]
@@ -47,12 +52,32 @@ def convolution(site: Site, k: int, layouts: Layouts) -> Fate:
     return Flow.SHARED if sample_dims(layout, shape) == (0,) else Flow.PROBE
 
 
+# Ops that compute with data and weights, and whose results have data in common along some dims.
+WINDOWS = frozenset([*CONVOLUTIONS, "NativeGroupNorm", "NativeLayerNorm", "FusedRmsNorm", "MkldnnRnnLayer"])
+
+
+def mixed_dims(site: Site) -> tuple[Shape, Shape]:
+    """The cotangent's shape, with channels split by group, and those of its dims."""
+    shape = site.shapes[0]
+    if site.name in CONVOLUTIONS:
+        kernel, groups = site.target_or_saved(1, "weight")[2:], site.number("groups") if site.has("groups") else 1
+        sliding = [d + 3 for d, size in enumerate(kernel) if size > 1]
+        return _by_group(shape, groups), (2, *sliding)
+    if site.name == "NativeGroupNorm":
+        return _by_group(shape, site.number("group")), tuple(range(2, len(shape) + 1))
+    if site.name == "MkldnnRnnLayer":
+        return shape, tuple(d for d in range(len(shape)) if d != len(shape) - 2)
+    return shape, tuple(range(len(shape) - len(site.numbers("normalized_shape")), len(shape)))
+
+
+def _by_group(shape: Shape, groups: int) -> Shape:
+    return (shape[0], groups, shape[1] // max(groups, 1), *shape[2:])
+
+
 @flow("NativeLayerNorm FusedRmsNorm")
 def layer_norm(site: Site, k: int, layouts: Layouts) -> Fate:
     """Mixes the last dims; scale and shift are shared."""
-    layout, shape = layouts[0], site.shapes[0]
-    if layout is None:
-        return Flow.PROBE
+    layout, shape = only(layouts), site.shapes[0]
     kept = len(shape) - len(site.numbers("normalized_shape"))
     if k == 0:
         return keep(layout, shape, site.target(0), leading(shape, kept))
@@ -119,9 +144,9 @@ def images(site: Site, k: int, layouts: Layouts) -> Fate:
 )
 def attention(site: Site, k: int, layouts: Layouts) -> Fate:
     """Batch and head dims are left alone."""
-    if k > 2 or layouts[0] is None:
+    if k > 2:
         return Flow.PROBE
-    return keep(layouts[0], site.shapes[0], site.target(k), leading(site.shapes[0], 2))
+    return keep(only(layouts), site.shapes[0], site.target(k), leading(site.shapes[0], 2))
 
 
 @flow(
@@ -153,10 +178,9 @@ def class_losses(site: Site, k: int, layouts: Layouts) -> Fate:
 def ctc(site: Site, k: int, layouts: Layouts) -> Fate:
     """(N,) came from (T, N, C)."""
     shape, target = site.shapes[0], site.target(k)
-    layout = layouts[0]
-    if layout is None or len(target) != 3 or len(shape) != 1:
+    if len(target) != 3 or len(shape) != 1:
         return Flow.PROBE
-    return keep(layout, shape, target, [1])
+    return keep(only(layouts), shape, target, [1])
 
 
 @flow("MkldnnRnnLayer")

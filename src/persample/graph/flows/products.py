@@ -12,6 +12,7 @@ from .registry import Layouts, flow, only
 LETTERS: dict[str, tuple[str, dict[int, str]]] = {
     "Mm": ("ij", {0: "ik", 1: "kj"}),
     "Addmm": ("ij", {1: "ik", 2: "kj"}),
+    "SparseAddmm": ("ij", {1: "ik", 2: "kj"}),
     "Bmm": ("nij", {0: "nik", 1: "nkj"}),
     "Baddbmm": ("nij", {1: "nik", 2: "nkj"}),
     "Addbmm": ("ij", {1: "nik", 2: "nkj"}),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..layout import Labels, Layout, Shape, carry
-from ..registry import registrar
+from ..registry import Undecided, or_else, registrar
 from ..site import Fate, Flow, Site
 
 Layouts = Sequence[Layout | None]
@@ -14,15 +14,28 @@ Rule = Callable[[Site, int, Layouts], Fate]
 FLOWS: dict[str, Rule] = {}
 
 
-flow = registrar(FLOWS, "flow rule")
+_enter = registrar(FLOWS, "flow rule")
+
+
+def flow(names: str) -> Callable[[Rule], Rule]:
+    """Enter a flow rule for these node types; where it is `Undecided`, data decide."""
+
+    def enter(rule: Rule) -> Rule:
+        return _enter(names)(or_else(Flow.PROBE, rule))
+
+    return enter
 
 
 def only(layouts: Layouts) -> Layout:
-    """The layout of a node with one cotangent in use."""
-    found = [layout for layout in layouts if layout is not None]
-    if len(found) != 1:
-        raise LookupError("expected one cotangent")
-    return found[0]
+    """The layout of the first cotangent, which is the only one in use; `Undecided` if it is not.
+
+    Ops with several results have several cotangents as soon as somebody uses the others, as double backwards do with
+    the mean and the deviation of a norm.
+    """
+    first = layouts[0]
+    if first is None or any(layout is not None for layout in layouts[1:]):
+        raise Undecided
+    return first
 
 
 def whole(layouts: Layouts, ndim: int) -> Labels | None:

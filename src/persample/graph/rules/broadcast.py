@@ -39,7 +39,7 @@ def _operand_gradient(use: Use) -> Tensor | None:
         return g
     if name == "Sub" and (k == 0 or site.value("alpha") == 1):
         return g if k == 0 else -g
-    if name == "Mul" and site.has("other") and not g.is_complex():
+    if name == "Mul" and len(site.edges) == 2 and not g.is_complex():  # with one, the other operand is a number
         other = site.optional("self" if k == 1 else "other")
         if other is not None and not other.is_complex():
             return g * other

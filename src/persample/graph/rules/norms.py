@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...factors import Dense, Factor
+from ...kernels.library import group_norm_sums
 from ...kernels.norms import wide
 from ..flows.fibres import BATCH_NORMS, normalises_batch
 from ..lanes import sum_per_sample
@@ -70,17 +71,13 @@ def group_norm(use: Use) -> Factor | None:
         return None
     site, size, dtype = use.site, use.g.shape[:2], wide(use.g.dtype)
     if "sums" not in site.memo:
-        g, x = (t.to(dtype).reshape(1, prod(size), -1) for t in (use.g, site.tensor("input")))
-        mean, rstd = (site.tensor(name).to(dtype).reshape(1, -1) for name in ("result1", "result2"))
-        about = 1, *g.shape[1:], rstd.shape[1]
-        found = _group_norm_backward(g, x, mean, rstd, g.new_empty(g.shape[1]), *about, (False, True, True))
-        site.memo["sums"] = found[1], found[2]
+        lines = prod(size), prod(use.g.shape[2:])
+        g, x = (t.to(dtype).reshape(lines) for t in (use.g, site.tensor("input")))
+        mean, rstd = (site.tensor(name).to(dtype).reshape(-1) for name in ("result1", "result2"))
+        site.memo["sums"] = group_norm_sums(g, x, mean, rstd)
     value = site.memo["sums"][use.k - 1].view(size)
     layout = carry(use.layout, tuple(use.g.shape), tuple(size), (0, 1, *[None] * (use.g.ndim - 2)))
     return None if layout is None else dense(value.to(site.metadata(use.k).dtype), layout, use.target)
-
-
-_group_norm_backward = torch.ops.aten.native_group_norm_backward
 
 
 @rule(BATCH_NORMS)

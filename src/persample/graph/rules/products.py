@@ -33,7 +33,7 @@ def mm(use: Use) -> Factor | None:
     return _matrix(use, use.k, "self", "mat2", 1.0)
 
 
-@rule("Addmm")
+@rule("Addmm SparseAddmm")
 def addmm(use: Use) -> Factor | None:
     """result = beta · bias + alpha · a @ b."""
     if use.k == 0:

@@ -20,7 +20,7 @@ from ..tape import Slot, leading_to
 from .registry import Use, rule
 
 
-@rule("MkldnnRnnLayer")
+@rule("MkldnnRnnLayer", several=True)
 def fused_lstm(use: Use) -> Factor | None:
     """One direction of one layer of the CPU's LSTM: outputs 1 to 4 are w_ih, w_hh, b_ih, b_hh."""
     lanes = _columns(use)

@@ -1,0 +1,74 @@
+"""Whose are the elements of a product's gradient? The other operand says: where it is zero, nothing passes.
+
+A matrix that routes, permutes, masks or averages rows decides by its zeros whether samples meet, and they are there to
+be read: exact at any magnitude and in any dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .flows.products import LETTERS
+from .layout import NOBODY, Layout, labels
+from .notes import by_data
+from .probe import fit
+from .site import Fate, Flow, Site
+
+# Under which names the operands are saved, in the order of the backward outputs that have letters.
+_SAVED: dict[str, tuple[str, str]] = {
+    "Mm": ("self", "mat2"),
+    "Addmm": ("mat1", "mat2"),
+    "Bmm": ("self", "mat2"),
+    "Baddbmm": ("batch1", "batch2"),
+    "Addbmm": ("batch1", "batch2"),
+    "Mv": ("self", "vec"),
+    "Addmv": ("mat", "vec"),
+    "Addr": ("vec1", "vec2"),
+    "Dot": ("self", "tensor"),
+    "Vdot": ("self", "other"),
+}
+_EXACT = 2**53  # whole numbers up to here are exact in float64
+
+
+def read_contraction(site: Site, k: int, layout: Layout, g: Tensor | None = None) -> Fate:
+    """Where the samples lie in the gradient of a product's operand, of which the sample dim is contracted.
+
+    With the cotangent ``g`` itself, its own zeros count as well.
+    """
+    by_data()
+    letters, operands = LETTERS[site.name]
+    first, second = operands
+    other, name = (second, _SAVED[site.name][1]) if k == first else (first, _SAVED[site.name][0])
+    matrix, target = site.tensor(name), site.target(k)
+    passes = (matrix != 0).to(torch.float64)
+    mark = labels(layout, site.shapes[0], passes.device)
+    if g is not None:
+        mark = torch.where(g != 0, mark, NOBODY)
+    varying = [d for d, n in enumerate(mark.shape) if n != 1]
+    here = "".join(letters[d] for d in varying)
+    mark = mark.reshape([mark.shape[d] for d in varying])
+    there = "".join(c for c in operands[k] if c in here or c in operands[other])
+    index = _common(mark, passes, f"{here},{operands[other]}->{there}", layout.batch)
+    if index is None:
+        return Flow.MIXED
+    if not bool((index != NOBODY).any()):
+        return None
+    sizes = [target[d] if c in there else 1 for d, c in enumerate(operands[k])]
+    return fit(index.reshape(sizes).expand(target).to("cpu"), target, layout.batch)
+
+
+def _common(mark: Tensor, passes: Tensor, equation: str, batch: int) -> Tensor | None:
+    """The one label among those that pass to each place, NOBODY where none does; None where they differ.
+
+    Labels are all l if there are c of them, their sum is c l and the sum of their squares c l².
+    """
+    if passes.numel() * batch * batch >= _EXACT:
+        return None
+    live = (mark != NOBODY).to(torch.float64)
+    label = mark.clamp(min=0).to(torch.float64)
+    count, total, squares = (torch.einsum(equation, live * label**power, passes) for power in range(3))
+    index = (total / count.clamp(min=1)).round()
+    if not (torch.equal(total, count * index) and torch.equal(squares, count * index * index)):
+        return None
+    return torch.where(count > 0, index, NOBODY).to(torch.int64)

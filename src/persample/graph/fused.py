@@ -1,0 +1,129 @@
+"""PyTorch's own ops of ``torch.library``: the linear layer and cross entropy in one (``F.linear_cross_entropy``).
+
+Without options it is an ordinary product and an ordinary loss. With ``LinearCrossEntropyOptions`` it is one of two ops
+that never hold all logits. The one without a reduction saves its inputs, and its backward computes a few rows of logits
+again; so does the rule here, and the weight's gradient is made of outer products as that of any other linear layer. The
+one that reduces, to one number for all of its rows, has computed its gradients in the forward pass and multiplies them
+by its cotangent. They are one sample's if its rows are (a call for every sample); if not, nobody can take them apart.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..factors import Dense, Factor, Outer, View
+from ..factors.base import Samples
+from ..factors.deferred import Deferred
+from ..factors.moves import Cast
+from ..kernels.cross_entropy import logit_gradients
+from ..kernels.norms import wide
+from .custom import _TAUGHT, Taught
+from .flows.registry import Layouts, keep, only, whole
+from .library import PRECOMPUTED, arguments
+from .rules.registry import Use
+from .site import Fate, Flow, Site
+
+
+def rows_apart(site: Site, k: int, layouts: Layouts) -> Fate:
+    """One loss per row of the input (k = 0); weight and bias are shared by all rows."""
+    shape, target = site.shapes[0], site.target(k)
+    one = whole(layouts, len(target))
+    if one is not None:
+        return one
+    return keep(only(layouts), shape, target, [0]) if k == 0 else Flow.SHARED
+
+
+def all_rows(site: Site, k: int, layouts: Layouts) -> Fate:
+    """One loss for all rows: they are the sample's whose loss it is."""
+    one = whole(layouts, len(site.target(k)))
+    return Flow.PROBE if one is None else one
+
+
+def no_rule(use: Use) -> None:
+    """Gradients that were computed in the forward pass are fetched by calling the node."""
+
+
+class _Rows:
+    """What the op without a reduction has saved, by sample."""
+
+    def __init__(self, use: Use, node: Any) -> None:
+        x, self.weight, target, self.bias, self.classes = node.saved_tensors
+        rows = use.lanes(1)
+        assert rows is not None
+        self.ignored: int = node._ignore_index
+        self.most: int = node._batch_chunk_size
+        self.x, self.target, self.g = (rows.group(t) for t in (x.to(wide(x.dtype)), target, use.g))
+
+    @property
+    def batch(self) -> int:
+        return len(self.x)
+
+    @property
+    def positions(self) -> int:
+        """T."""
+        return self.x.shape[1]
+
+    def cotangents(self, samples: Samples) -> Tensor:
+        """(b, T, V): those of the logits."""
+        x, target, g = (t[samples] for t in (self.x, self.target, self.g))
+        flat = x.flatten(0, 1), target.flatten(), g.flatten()
+        found = logit_gradients(flat[0], self.weight, self.bias, flat[1], self.classes, self.ignored, flat[2])
+        return found.reshape(*x.shape[:2], len(self.weight))
+
+    def products(self, samples: Samples) -> Outer:
+        """The weight's gradients."""
+        return Outer(self.cotangents(samples), self.x[samples])
+
+
+def linear_cross_entropy(use: Use) -> Factor | None:
+    """Logits are computed again: at once if the op did so, else as many rows at a time as it takes."""
+    if use.k == 0 or use.lanes(1) is None or arguments(_BY_ROW) != _ARGUMENTS:
+        return None
+    memo, dtype = use.site.memo, use.site.metadata(use.k).dtype
+    if "rows" not in memo:  # weight and bias share it
+        memo["rows"] = _Rows(use, use.site.node)
+    rows: _Rows = memo["rows"]
+    found = _weight(rows, memo) if use.k == 1 else _bias(rows, memo)
+    return found if found.dtype == dtype else View(found, found.shape, Cast(found.dtype, dtype))
+
+
+def _weight(rows: _Rows, memo: dict[str, Any]) -> Factor:
+    if _is_small(rows):
+        return Outer(_kept(rows, memo), rows.x)
+    given = (rows.x, rows.target, rows.g, rows.weight, *[t for t in (rows.bias, rows.classes) if t is not None])
+    shape = (rows.weight.shape[0], rows.weight.shape[1])
+    return Deferred(rows.products, rows.batch, rows.positions, shape, given, rows.most // max(rows.positions, 1))
+
+
+def _bias(rows: _Rows, memo: dict[str, Any]) -> Factor:
+    if _is_small(rows):
+        return Dense(_kept(rows, memo).sum(1))
+    found = rows.x.new_empty(rows.batch, len(rows.weight))
+    step = max(1, rows.most // max(rows.positions, 1))
+    for start in range(0, rows.batch, step):
+        some = slice(start, start + step)
+        found[some] = rows.cotangents(some).sum(1)
+    return Dense(found)
+
+
+def _is_small(rows: _Rows) -> bool:
+    """Did the op take all rows at once?"""
+    return rows.batch * rows.positions <= rows.most
+
+
+def _kept(rows: _Rows, memo: dict[str, Any]) -> Tensor:
+    if "kept" not in memo:
+        memo["kept"] = rows.cotangents(slice(0, rows.batch))
+    found: Tensor = memo["kept"]
+    return found
+
+
+_BY_ROW = f"{PRECOMPUTED}_no_reduction"
+# What the op takes; one that takes anything else may compute anything else.
+_ARGUMENTS = tuple(
+    "input linear_weight target linear_bias weight ignore_index batch_chunk_size acc_policy acc_dtype".split()
+)
+_TAUGHT[_BY_ROW] = Taught(linear_cross_entropy, rows_apart)
+_TAUGHT[PRECOMPUTED] = Taught(no_rule, all_rows)

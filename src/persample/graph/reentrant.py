@@ -1,0 +1,185 @@
+"""Reentrant checkpoints, opened: the graph that one node of theirs stands for.
+
+``torch.utils.checkpoint`` with ``use_reentrant=True`` runs a function without recording it. One node of the graph keeps
+the function, its inputs and the state of the random numbers, and runs it again when its backward comes. Here it is run
+again before, on inputs of its own, and the graph that this records is read like any other. It is recorded as a
+non-reentrant checkpoint, so that what its ops save is not kept either: a region costs one more run, and no memory.
+
+The node's attributes are private: they hold for torch 2.10 to 2.13; ``tests/graph/test_reentrant.py`` checks the names
+and behaviours used here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.checkpoint import CheckpointFunction, checkpoint, set_device_states
+
+from .._errors import UnsupportedError
+from .saved import born, in_checkpoint, in_own_task, let_go, metadata
+
+Slot = tuple[Node, int]
+Outputs = Sequence[Tensor | None]
+
+_KIND: type = CheckpointFunction._backward_cls
+
+
+def is_reentrant(node: Node | None) -> bool:
+    """Does this node stand for a region of reentrant checkpointing?"""
+    return type(node) is _KIND
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """What a reentrant checkpoint hides."""
+
+    node: Node
+    outputs: tuple[Slot | None, ...]  # per cotangent of the node; None where no gradient flows
+    inputs: tuple[Slot | None, ...]  # per edge of the node: the leaf inside that stands for the tensor there
+    start: int  # a number smaller than those of its nodes, and larger than those of all that this thread made before
+    others: Container[Node]  # nodes that were there before
+    own: set[Node] = field(default_factory=set)  # the nodes inside, other than leaves
+    leaves: set[Node] = field(default_factory=set)  # those that it leads to
+    outside: set[Slot] = field(default_factory=set)  # of tensors that its function did not get as arguments
+
+    def follow(self, slots: Iterable[Slot]) -> None:
+        """Enter what lies below these slots of the region."""
+        stack = list(slots)
+        while stack:
+            node, nr = stack.pop()
+            if not node.next_functions and type(node).__name__ == "AccumulateGrad":
+                self.leaves.add(node)
+            elif born(node) < self.start or node in self.others:
+                self.outside.add((node, nr))
+            elif node not in self.own:
+                self.own.add(node)
+                stack += [(child, at) for child, at in node.next_functions if child is not None]
+
+
+def open_region(node: Any, others: Collection[Node]) -> Region:
+    """Run a region again, and record it; ``others`` are the nodes of the graph that the checkpoint stands in."""
+    given, leaves = list(_kept(node, "inputs")), []
+    edges = [child for child, _ in node.next_functions]
+    for at, t, below in zip(_kept(node, "tensor_indices"), _tensors(node, others), edges, strict=True):
+        given[at] = t.detach().requires_grad_(below is not None)
+        leaves.append(given[at])
+    with torch.enable_grad(), _as_in_forward(node) as preserved:
+        start = born(torch.zeros((), device="cpu", requires_grad=True).clone().grad_fn)  # type: ignore[arg-type]
+        found = checkpoint(
+            _on_views(_kept(node, "run_function")), *given, use_reentrant=False, preserve_rng_state=preserved
+        )
+    outputs = found if isinstance(found, tuple) else (found,)
+    _check_outputs(node, outputs)
+    live = [isinstance(t, Tensor) and t.requires_grad for t in outputs]
+    slots = tuple(_slot(t) if flows else None for t, flows in zip(outputs, live, strict=True))
+    inputs = tuple(_slot(t) if t.requires_grad else None for t in leaves)
+    region = Region(node, slots, inputs, start, others)
+    region.follow(slot for slot in slots if slot is not None)
+    return region
+
+
+def _on_views(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, whose hooks on its inputs are to be hooks of one run."""
+
+    def run(*given: Any) -> Any:
+        wants = [isinstance(t, Tensor) and t.requires_grad for t in given]
+        return function(*[t.view_as(t) if want else t for t, want in zip(given, wants, strict=True)])
+
+    return run
+
+
+def _slot(t: Tensor) -> Slot:
+    edge = get_gradient_edge(t)
+    return edge.node, edge.output_nr
+
+
+def _kept(node: Any, name: str) -> Any:
+    try:
+        return getattr(node, name)
+    except AttributeError as error:
+        raise UnsupportedError(
+            f"the graph holds a reentrant checkpoint, of which torch {torch.__version__} does not keep {name!r} where "
+            f"other releases do: use checkpoint(..., use_reentrant=False)"
+        ) from error
+
+
+def _tensors(node: Any, others: Iterable[Node]) -> Sequence[Tensor]:
+    """The tensors among the arguments; where these are recomputed by another checkpoint, once for all of them."""
+    if not in_checkpoint(node):
+        return tuple(node.saved_tensors)
+    found: list[Tensor] = []
+
+    def read() -> None:
+        found.extend(node.saved_tensors)
+        for other in others:
+            let_go(other)
+
+    in_own_task(read)
+    return found
+
+
+@contextmanager
+def _as_in_forward(node: Any) -> Iterator[bool]:
+    """Random numbers and autocast as they were in the forward pass; the user's random state comes back after.
+
+    Casts are not kept for another use (``cache_enabled``), as regions would share them.
+    """
+    preserved, kind = bool(_kept(node, "preserve_rng_state")), _kept(node, "device_type")
+    on_device = preserved and _kept(node, "had_device_in_fwd")
+    devices = _kept(node, "fwd_devices") if on_device else []
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=devices, device_type=kind))
+        if preserved:
+            torch.set_rng_state(_kept(node, "fwd_cpu_state"))
+        if on_device:
+            set_device_states(devices, _kept(node, "fwd_device_states"), device_type=kind)
+        casts = {kind: _kept(node, "device_autocast_kwargs"), "cpu": _kept(node, "cpu_autocast_kwargs")}
+        for device, options in casts.items():
+            if options is not None:
+                stack.enter_context(torch.amp.autocast(device, **{**options, "cache_enabled": False}))
+        before = torch.get_rng_state()
+        yield preserved
+        if not preserved and not torch.equal(before, torch.get_rng_state()):
+            raise UnsupportedError(
+                "a reentrant checkpoint draws random numbers with preserve_rng_state=False, so that it cannot be run "
+                "again as it was: use checkpoint(..., preserve_rng_state=True)"
+            )
+
+
+def _check_outputs(node: Node, outputs: Sequence[Any]) -> None:
+    """What runs again must be what was run."""
+    then = [tuple(about.shape) for about in metadata(node)]  # nothing is told of those that have no gradients
+    known = [isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()) for t in outputs]
+    now = [tuple(t.shape) if k else shape for t, k, shape in zip(outputs, known, then, strict=False)]
+    if len(outputs) != len(then) or now != then:
+        raise UnsupportedError(
+            f"the function of a reentrant checkpoint returned {len(then)} results of shapes {then} in the forward "
+            f"pass, and {len(outputs)} of shapes {now} when it was run again: let it do the same every time"
+        )
+
+
+@contextmanager
+def run_instead(node: Any, backward: Callable[[Outputs], Outputs]) -> Iterator[None]:
+    """Let the engine call ``backward`` for a reentrant node, with a cotangent or None for each of its outputs.
+
+    It answers for every edge of the node. The node's own backward would add to the gradients of parameters.
+    """
+
+    def apply(*grads: Tensor | None) -> Outputs:
+        found: list[Tensor | None] = [None] * (2 + len(node.inputs))
+        for at, g in zip(node.tensor_indices, backward(grads), strict=True):
+            found[2 + at] = g
+        return tuple(found)
+
+    node.apply, node.materialize_grads = apply, False
+    try:
+        yield
+    finally:
+        del node.apply
+        node.materialize_grads = True

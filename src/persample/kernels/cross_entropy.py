@@ -1,0 +1,42 @@
+"""The gradient of cross entropy at its logits, where these are the results of a linear layer that nobody has kept."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .norms import wide
+
+__all__ = ["logit_gradients"]
+
+
+def logit_gradients(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    ignored: int,
+    g: Tensor,
+) -> Tensor:
+    """(N, V): g[n] · w[y] · (softmax(x[n] weightᵀ + bias) - e_y) for y = target[n], and 0 where that is ``ignored``.
+
+    Computed in float32 or wider from x (N, d), weight (V, d) and bias (V,), for cotangents g (N,) of the losses.
+
+    >>> import torch
+    >>> x, weight = torch.tensor([[1.0], [1.0]]), torch.zeros(2, 1)
+    >>> logit_gradients(x, weight, None, torch.tensor([1, 0]), None, -100, torch.tensor([2.0, 4.0]))
+    tensor([[ 1., -1.],
+            [-2.,  2.]])
+    """
+    dtype = wide(x.dtype)
+    found = x.to(dtype) @ weight.to(dtype).t()
+    if bias is not None:
+        found += bias.to(dtype)
+    if len(found):
+        found.sub_(found.amax(1, keepdim=True)).exp_()  # in place, as this is large
+    found.div_(found.sum(1, keepdim=True))
+    skipped = target == ignored
+    y = target.masked_fill(skipped, 0)
+    found.scatter_add_(1, y.unsqueeze(1), found.new_full((len(y), 1), -1.0))
+    scale = g.to(dtype) if class_weight is None else g.to(dtype) * class_weight.to(dtype)[y]
+    return found.mul_(scale.masked_fill(skipped, 0).unsqueeze(1))

@@ -1,0 +1,80 @@
+"""Flows against the definition: whatever one sample's cotangents reach must be said to be that sample's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from persample.graph.flows import FLOWS
+from persample.graph.flows.registry import whole
+from persample.graph.flows.shapes import SECTIONS
+from persample.graph.layout import Layout
+from persample.graph.site import Fate, Flow, Site
+from tests.forms import numbers
+from tests.graph.matrix.definition import by_sample
+from tests.graph.matrix.nodes import harvest, narrowed
+from tests.graph.matrix.places import marks, places
+from tests.graph.matrix.rules import Combination, cotangents, subsets
+from tests.graph.sites import wanted
+
+
+def combinations(site: Site, every: bool) -> Iterator[Combination]:
+    """Every subset of the cotangents × every place of the first of them."""
+    for present in subsets(len(site.shapes)):
+        where = places(site.shapes[present.index(True)])
+        step = 1 if every or all(present) else 3
+        yield from (Combination(present, "contiguous", numbers, layout) for layout in where[::step])
+
+
+def planned(name: str, every: bool = False) -> Iterator[tuple[Site, Combination]]:
+    """All that is asked of one flow."""
+    for site, _ in harvest()[name]:
+        for one in (site, *narrowed(site)):
+            yield from ((one, combination) for combination in combinations(one, every))
+
+
+def fates(site: Site, layouts: Sequence[Layout | None]) -> dict[int, Fate]:
+    """What the engine says by sizes and dims, as `assign` does."""
+    found: dict[int, Fate] = {}
+    for k in wanted(site):
+        one = None if site.name in SECTIONS else whole(layouts, len(site.target(k)))
+        found[k] = one if one is not None else FLOWS[site.name](site, k, layouts)
+    return found
+
+
+def wrong_flows(site: Site, combination: Combination) -> tuple[list[str], int]:
+    """What the flow of a node gets wrong, and for how many of its outputs it has an answer."""
+    given, layouts = cotangents(site, combination)
+    said = {k: fate for k, fate in fates(site, layouts).items() if fate is not Flow.PROBE}
+    if not said:
+        return [], 0
+    given = [g if g is None or lay is None else _carried(g, lay) for g, lay in zip(given, layouts, strict=True)]
+    rows = by_sample(site, given, layouts)
+    if rows is None:
+        return [], 0
+    reached = {k: (row != 0) & row.isfinite() for k, row in rows.items()}
+    found = [
+        f"{site.name} {site.shapes} -> output {k} {site.target(k)}, {combination.present}, {layouts}: {fate}, but {why}"
+        for k, fate in said.items()
+        if (why := _refuted(site, k, fate, reached[k]))
+    ]
+    return found, len(said)
+
+
+def _carried(g: Tensor, layout: Layout) -> Tensor:
+    """Without zeros but for what is nobody's."""
+    return torch.where(marks(layout, tuple(g.shape)).any(0), g + 3, torch.zeros((), dtype=g.dtype))
+
+
+def _refuted(site: Site, k: int, fate: Fate, reached: Tensor) -> str | None:
+    """Why a claim does not hold for outputs (B, *target) that are reached so."""
+    if fate is None:
+        return "something arrives" if bool(reached.any()) else None
+    if isinstance(fate, Flow):
+        return None if site.is_weight(k) or bool((reached.sum(0) > 1).any()) else "no two samples meet"
+    if fate.batch != len(reached):
+        return f"there are {len(reached)} samples"
+    stray = reached & ~marks(fate, site.target(k))
+    return f"there are others at {stray.nonzero()[0].tolist()}" if bool(stray.any()) else None

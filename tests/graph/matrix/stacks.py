@@ -1,0 +1,134 @@
+"""What is pulled through nodes that all samples share, against the node called on one sample's stack at a time.
+
+Lifts keep a factor's structure, bundles ask one rule about several nodes, and vmap takes all samples at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from persample.factors import Dense, Factor, Masked, Outer, Rows, Sum, View
+from persample.factors.moves import Permute
+from persample.graph.bundles import _ROWWISE
+from persample.graph.fallback import push_stacked
+from persample.graph.flows import FLOWS
+from persample.graph.layout import Block, Shape
+from persample.graph.pullback import lifted, pull
+from persample.graph.rules import RULES, Use
+from persample.graph.site import Flow, Site
+from tests.forms import forms, numbers, plain, seed
+from tests.graph.matrix.definition import by_row, differs, size
+from tests.graph.matrix.rules import subsets, wrong_answers
+from tests.graph.sites import wanted
+
+B = 3
+
+
+def factors(shape: Shape, dtype: torch.dtype) -> Iterator[tuple[str, Factor]]:
+    """Every kind of factor of a tensor with this shape, dense ones in every form of memory."""
+    seed(2)
+    for form, make in forms((B, *shape), dtype):
+        yield f"{form} stack", Dense(make((B, *shape), dtype))
+    mark = torch.randint(-1, B, shape, generator=torch.Generator().manual_seed(0))
+    yield "masked", Masked(numbers(shape, dtype).masked_fill(mark < 0, 0), mark, B)
+    if shape:
+        ids = torch.tensor([[0, 1, -1, 0]] * B) % max(shape[0], 1) if shape[0] else torch.full((B, 1), -1)
+        rows = Rows(ids, numbers((B, ids.shape[1], *shape[1:]), dtype), shape[0])
+        yield "rows", rows
+        yield "sum", Sum([rows, Dense(numbers((B, *shape), dtype))])
+        turned = View(Dense(numbers((B, *shape[::-1]), dtype)), shape, Permute(tuple(reversed(range(len(shape))))))
+        yield "view", turned
+    if len(shape) > 1:
+        for positions in (1, 4, 0):
+            left, right = ((B, *shape[:-2], positions, n) for n in shape[-2:])
+            yield f"outer products of {positions}", Outer(numbers(left, dtype), numbers(right, dtype), 0.5)
+            yield "outer products in columns", Outer(_turned(left, dtype), numbers(right, dtype))
+
+
+def _turned(shape: Shape, dtype: torch.dtype) -> Tensor:
+    return numbers((*shape[:-2], shape[-1], shape[-2]), dtype).mT
+
+
+def wrong_lifts(site: Site) -> tuple[list[str], int]:
+    """What goes wrong on the way of factors through one view or cast, and how many of them were kept as they are."""
+    found, kept = [], 0
+    for name, factor in factors(site.shapes[0], _dtype(site)):
+        want = by_row(site, [[row] for row in plain(factor.stack())])
+        lift = lifted(site, factor)
+        if lift is None or want is None:
+            continue
+        kept += 1
+        found += [f"{_called(site)}, {name}: {what}" for what in wrong_answers(lift, want[0], [factor.stack()])]
+    return found, kept
+
+
+def wrong_pulls(site: Site) -> tuple[list[str], int]:
+    """The same for any node and all of its cotangents, as the batched engine goes."""
+    found, count = [], 0
+    for present in subsets(len(site.shapes)):
+        for form, make in forms((B, *site.shapes[present.index(True)]), _dtype(site, present.index(True))):
+            seed(3)
+            stacks = [
+                (make if nr == present.index(True) else numbers)((B, *shape), _dtype(site, nr)) if there else None
+                for nr, (shape, there) in enumerate(zip(site.shapes, present, strict=True))
+            ]
+            want = by_row(site, [[None if s is None else plain(s[i]) for s in stacks] for i in range(B)])
+            if want is None:
+                continue
+            count += 1
+            dense = [None if s is None else Dense(s) for s in stacks]
+            got, _ = pull(site, dense, B)
+            pushed = push_stacked(site, stacks, B, wanted(site))
+            for k, right in want.items():
+                if not right.isfinite().all():
+                    continue
+                for way, value in (
+                    ("pulled", got[k].stack() if k in got else torch.zeros_like(right)),
+                    ("pushed", pushed[k]),
+                ):
+                    if what := differs(value, right, size(*stacks, right), *[s.dtype for s in stacks if s is not None]):
+                        found.append(f"{_called(site)} output {k}, {form} stack, {present}, {way}: {what}")
+    return found, count
+
+
+def wrong_bundles(site: Site) -> tuple[list[str], int]:
+    """Several nodes' rows one after another are as many samples more."""
+    reads, shape = _ROWWISE[site.name][0], site.shapes[0]
+    found, count = [], 0
+    for batch in (b for b in range(2, shape[0] + 1) if shape[0] % b == 0):
+        inner = torch.Size(shape).numel() // batch
+        seed(4)
+        both = [numbers(shape, _dtype(site)) for _ in range(2)]
+        layouts = [Block(batch, inner), *[None] * (len(site.shapes) - 1)]
+        fates = {k: FLOWS[site.name](site, k, layouts) for k in wanted(site) if k in reads}
+        for k in (k for k in wanted(site) if fates.get(k) is Flow.SHARED):
+            saved = {name: site.optional(name) for name in reads[k]}
+            if any(t is None for t in saved.values()):
+                continue
+            site.memo, site.recomputed = {}, {name: torch.cat([t, t]) for name, t in saved.items() if t is not None}
+            factor = RULES[site.name](Use(site, k, [torch.cat(both)], [Block(2 * batch, inner)], 2 * batch))
+            site.forget()
+            want = by_row(site, [_alone(g, len(site.shapes) - 1, batch, i) for g in both for i in range(batch)])
+            if factor is None or want is None:
+                continue
+            count += 1
+            found += [f"{_called(site)} output {k}, two nodes: {what}" for what in wrong_answers(factor, want[k], both)]
+    return found, count
+
+
+def _alone(g: Tensor, others: int, batch: int, i: int) -> list[Tensor | None]:
+    """One sample's rows."""
+    parts = [part if j == i else torch.zeros_like(part) for j, part in enumerate(g.chunk(batch))]
+    return [torch.cat(parts), *[None] * others]
+
+
+def _called(site: Site) -> str:
+    return f"{site.name} {site.shapes} -> {[site.target(k) for k in wanted(site)]}"
+
+
+def _dtype(site: Site, nr: int = 0) -> torch.dtype:
+    found: torch.dtype = site.node._input_metadata[nr].dtype
+    return found

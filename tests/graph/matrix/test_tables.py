@@ -1,0 +1,43 @@
+"""Nothing is in the engine's tables that the matrix does not try, and the matrix does not shrink."""
+
+from __future__ import annotations
+
+import pytest
+
+from persample.graph.bundles import _ROWWISE
+from persample.graph.fallback import VMAP
+from persample.graph.flows import FLOWS
+from persample.graph.pullback import LIFTS
+from persample.graph.rules import RULES
+from tests.graph.matrix import flows, rules, test_flows, test_rules
+from tests.graph.matrix.nodes import UNMADE, harvest
+from tests.graph.matrix.stacks import factors
+
+TABLES = {"rules": RULES, "flows": FLOWS, "lifts": LIFTS, "vmap": VMAP, "bundles": _ROWWISE}
+
+# Nodes that are tried, and combinations of a node, its cotangents' form and the place of the samples.
+LEAST = {"nodes": 1900, "rules": 22000, "flows": 27000, "lifts": 3000}
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_every_entry_has_a_sample(table: str) -> None:
+    missing = sorted(set(TABLES[table]) - set(harvest()) - UNMADE)
+    assert not missing, f"{missing}: add samples to tests/graph/samples/ that make these nodes"
+
+
+def test_what_no_cpu_makes_is_not_made() -> None:
+    assert not UNMADE & set(harvest())
+    assert sorted(UNMADE - set(RULES) - set(FLOWS)) == []
+
+
+def test_the_matrix_is_as_large_as_it_was() -> None:
+    sizes = {
+        "nodes": sum(len(sites) for sites in harvest().values()),
+        "rules": sum(1 for name in test_rules.NAMES for _ in rules.planned(name)),
+        "flows": sum(1 for name in test_flows.NAMES for _ in flows.planned(name)),
+        "lifts": sum(
+            1 for name in LIFTS for site, _ in harvest()[name] for _ in factors(site.shapes[0], site.metadata(0).dtype)
+        ),
+    }
+    print(sizes)
+    assert {what: size for what, size in sizes.items() if size < LEAST[what]} == {}

@@ -1,0 +1,64 @@
+"""PyTorch's kernels get what autograd would give them, whatever form tensors come in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from persample.kernels.conv_geometry import Geometry
+from persample.kernels.library import convolution, group_norm_sums, input_gradient, plain, weight_gradient
+from tests.forms import forms, numbers, seed
+from tests.forms import plain as copied
+
+ONE = Geometry((2,), (1,), (1,), False, (0,), 2)
+TWO = Geometry((1, 2), (1, 0), (2, 1), False, (0, 0), 1)
+BACK = Geometry((2, 2), (1, 0), (1, 1), True, (1, 0), 2)
+SHAPES = {
+    "1d grouped": (ONE, (2, 4, 5), (6, 2, 3)),
+    "2d": (TWO, (2, 3, 5, 4), (4, 3, 2, 2)),
+    "transposed": (BACK, (2, 4, 3, 3), (4, 3, 3, 2)),
+}
+Kernel = Callable[..., Tensor | tuple[Tensor, ...]]
+
+
+def _kernels() -> dict[str, tuple[Kernel, list[tuple[int, ...]]]]:
+    """Every kernel, with the shapes of its operands."""
+    found: dict[str, tuple[Kernel, list[tuple[int, ...]]]] = {
+        "group_norm_sums": (group_norm_sums, [(6, 5), (6, 5), (3,), (3,)])
+    }
+    for name, (geometry, x, weight) in SHAPES.items():
+        y = tuple(convolution(torch.zeros(x), torch.zeros(weight), geometry).shape)
+        found[f"convolution {name}"] = (lambda a, b, g=geometry: convolution(a, b, g)), [x, weight]
+        found[f"weight {name}"] = (lambda a, b, g=geometry, w=weight: weight_gradient(a, b, a.new_empty(w), g)), [x, y]
+        found[f"input {name}"] = (lambda a, b, g=geometry, x=x: input_gradient(a, b, x, g)), [y, weight]
+    return found
+
+
+KERNELS = _kernels()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", KERNELS)
+def test_forms_do_not_matter(name: str, dtype: torch.dtype) -> None:
+    kernel, shapes = KERNELS[name]
+    for place, shape in enumerate(shapes):
+        for form, make in forms(shape, dtype):
+            seed(0)
+            given = [make(s, dtype) if p == place else numbers(s, dtype) for p, s in enumerate(shapes)]
+            got, want = kernel(*given), kernel(*map(copied, given))
+            torch.testing.assert_close(got, want, msg=lambda m, form=form, place=place: f"{form} operand {place}: {m}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=str)
+def test_plain(dtype: torch.dtype) -> None:
+    for form, make in forms((2, 3, 4), dtype):
+        t = make((2, 3, 4), dtype)
+        found = plain(t)
+        assert found.is_contiguous(), form
+        assert not found.is_conj(), form
+        assert not found.is_neg(), form
+        assert torch.equal(found, t), form
+        assert (found is t) == (form == "contiguous"), form
