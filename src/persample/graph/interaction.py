@@ -12,20 +12,28 @@ from torch.autograd.graph import Node
 from . import saved
 from .assign import Map
 from .flows.fibres import BATCH_NORMS, WINDOWS, mixed_dims, normalises_batch
+from .flows.products import LETTERS
 from .invoke import is_opaque
 from .layout import Labels, Layout, labels, sample_dims
 from .names import READS, WEIGHT_VIEWS
+from .readers import misread
 from .rows import Alignment, goes_by_sample, memory_of_rows
 from .site import Flow, computes_with_data
 from .tape import Tape, is_leaf, op_name
 
 _BATCH_NORMS = frozenset(BATCH_NORMS.split())
+_RANKS = frozenset({"Sort", "Topk"})
 
 
 def interactions(tape: Tape, map: Map) -> list[str]:
     """The ops in which samples are seen to meet, nearest to the losses first."""
     found = dict.fromkeys(
-        _batch_statistics(tape, map) + _mixed_data(tape, map) + _counted_rows(tape, map) + _crossed_rows(tape, map)
+        _batch_statistics(tape, map)
+        + _mixed_data(tape, map)
+        + _mixing_weights(tape, map)
+        + misread(tape, map)
+        + _counted_rows(tape, map)
+        + _crossed_rows(tape, map)
     )
     partly = _partly_separable(tape, map)
     meeting = {n for n in map.batched if _meets(tape, map, n, n in partly)} | _holding_samples(tape, map)
@@ -68,7 +76,8 @@ def _batch_statistics(tape: Tape, map: Map) -> list[str]:
         site = map.sites[node]
         if normalises_batch(site) and node not in map.batched:
             layout = map.cotangents.get((node, 0))
-            if layout is not None and not isinstance(layout, Flow) and 1 not in sample_dims(layout, site.shapes[0]):
+            channels = 1 if len(site.shapes[0]) > 1 else 0
+            if isinstance(layout, Layout) and any(d != channels for d in sample_dims(layout, site.shapes[0])):
                 found.append(site.name)
     return found
 
@@ -91,6 +100,26 @@ def _mixed_data(tape: Tape, map: Map) -> list[str]:
     return found
 
 
+def _mixing_weights(tape: Tape, map: Map) -> list[str]:
+    """Products of data with a weight that has a row for every sample, and a column for what may be every other."""
+    found = []
+    for node in tape.order:
+        if node in map.batched or node not in tape.fed or op_name(node) not in LETTERS:
+            continue
+        site, layout = map.sites[node], map.cotangents.get((node, 0))
+        letters, operands = LETTERS[site.name]
+        weights = [k for k in operands if site.edges[k] is not None and site.is_weight(k)]
+        if len(weights) != 1 or not isinstance(layout, Layout):
+            continue
+        (own,) = (operands[k] for k in weights)
+        (data,) = (operands[k] for k in operands if k not in weights)
+        samples = {letters[d] for d in sample_dims(layout, site.shapes[0])}
+        summed = [site.target(weights[0])[own.index(c)] for c in own if c in data and c not in letters]
+        if samples & set(own) and not samples & set(data) and any(n % map.batch == 0 for n in summed):
+            found.append(site.name)
+    return found
+
+
 def _counted_rows(tape: Tape, map: Map) -> list[str]:
     """Embeddings whose gradients are divided by how often the whole batch reads a row."""
     found = []
@@ -104,7 +133,7 @@ def _counted_rows(tape: Tape, map: Map) -> list[str]:
 
 def _crossed_rows(tape: Tape, map: Map) -> list[str]:
     """Ops that take the elements of one row from several samples (a sort along the batch, feature by feature)."""
-    found = []
+    found = [op_name(node) for node in tape.order if op_name(node) in _RANKS and _ranks_samples(map, node)]
     for node in [n for n in tape.order if n in map.probed] if map.probed else ():
         site = map.sites[node]
         for k, _ in site.outputs:
@@ -113,6 +142,14 @@ def _crossed_rows(tape: Tape, map: Map) -> list[str]:
                 spread = len(sample_dims(fate, site.target(k))) > len(sample_dims(before, site.shapes[0]))
                 found += [site.name] if spread else []
     return found
+
+
+def _ranks_samples(map: Map, node: Node) -> bool:
+    """Does a sample's place depend on the others' numbers?"""
+    layout, site = map.cotangents.get((node, 0)), map.sites[node]
+    if node in map.batched or not isinstance(layout, Layout) or not site.shapes[0]:
+        return False
+    return site.number("dim") % len(site.shapes[0]) in sample_dims(layout, site.shapes[0])
 
 
 def _partly_separable(tape: Tape, map: Map) -> set[Node]:
@@ -130,7 +167,7 @@ def _holding_samples(tape: Tape, map: Map) -> set[Node]:
     fed = {node for node in map.batched if not is_leaf(node) and computes_with_data(tape, node)}
     if not fed:
         return set()
-    alignment, found, excused = Alignment(tape, map.sites), set(), set()
+    alignment, found, excused = Alignment(tape, map.sites), set[Node](), set[Node]()
     for node in tape.order:
         if node not in map.batched:
             for k, slot in enumerate(tape.edges[node]):
@@ -140,8 +177,8 @@ def _holding_samples(tape: Tape, map: Map) -> set[Node]:
         if is_leaf(node):
             continue
         if node in fed:
-            found.update([node] if alignment.may_hold_samples(node, map.batch) else [])
-            excused.update([node] if alignment.is_excused(node, map.batch) else [])
+            here = found if alignment.may_hold_samples(node, map.batch) else excused
+            here.update([node] if here is found or alignment.is_excused(node, map.batch) else [])
         alignment.descend(node)
     return found | (_used_by_sample(tape, map, excused) if excused else set())
 

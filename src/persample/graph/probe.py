@@ -122,8 +122,12 @@ def _nobody(mark: Tensor) -> Tensor:
 
 
 def _unequal(mark: Tensor) -> Tensor:
-    """Weights by which contributions that cancelled no longer do."""
+    """Weights by which contributions that cancelled no longer do, and by which what is not linear shows."""
     return torch.exp2((mark.clamp(min=0) % 4).to(torch.float64))
+
+
+def _only(i: int) -> _Weigh:
+    return lambda mark: mark == i
 
 
 def _with_bit(j: int, value: int) -> _Weigh:
@@ -140,22 +144,25 @@ def _ask(
     """
     by_data()
     bits = [_with_bit(j, value) for j in range((batch - 1).bit_length()) for value in (0, 1)]
-    blank, together, unequal, *runs = run([_nobody, _everybody, _unequal, *bits[:2]])
+    checks = [_everybody, _unequal, _only(0), _only(batch - 1)] if exactly else []
+    blank, *others = run([_nobody, *checks, *bits[:2]])
+    checked, runs = others[: len(checks)], others[len(checks) :]
     answers = [None if t is None or s is None else _Answer(t) for t, s in zip(blank, shapes, strict=True)]
 
     def read(j: int, without: _Outputs, having: _Outputs) -> None:
-        for answer, zero, one, both in zip(answers, without, having, together, strict=True):
+        for k, answer in enumerate(answers):
+            zero, one = without[k], having[k]
             if answer is not None and zero is not None and one is not None and not answer.mixed:
-                answer.read(j, zero, one, both if exactly else None)
+                answer.read(j, zero, one, checked[0][k] if exactly else None)
 
     read(0, *runs)
     if bits[2:] and not all(answer is None or answer.mixed for answer in answers):
         runs = run(bits[2:])
         for j in range(1, len(bits) // 2):
             read(j, *runs[2 * j - 2 : 2 * j])
-    for answer, t in zip(answers, unequal, strict=True):
-        if answer is not None and t is not None and exactly:
-            answer.compare(t)
+    for k, answer in enumerate(answers):
+        if answer is not None and exactly:
+            answer.compare(batch, *[outputs[k] for outputs in checked])
     return [
         None if a is None or s is None else a.fate(tuple(a.index.shape) if s is _OWN else s, batch)
         for a, s in zip(answers, shapes, strict=True)
@@ -185,10 +192,19 @@ class _Answer:
         self.mixed = bool(odd.any())
         self.index += ones.to(torch.int64) << j
 
-    def compare(self, unequal: Tensor) -> None:
-        """Elements that are nobody's stay zero when samples have other weights."""
-        if self.live is not None:
-            self.mixed = self.mixed or bool(((unequal != 0) & ~self.live & ~self.spoilt & unequal.isfinite()).any())
+    def compare(
+        self, batch: int, together: Tensor | None, unequal: Tensor | None, first: Tensor | None, last: Tensor | None
+    ) -> None:
+        """Samples with other weights, and single ones, have what they have together with all, as often."""
+        if self.mixed or self.live is None or together is None:
+            return
+        power = _unequal(self.index).to(together.dtype)
+        zero = torch.zeros((), dtype=together.dtype, device=together.device)
+        wanted = [(unequal, torch.where(self.live, together * power, zero))]
+        for i, alone in (0, first), (batch - 1, last):
+            wanted.append((alone, torch.where(self.live & (self.index == i), together, zero)))
+        rest = ~self.spoilt & together.isfinite()
+        self.mixed = any(found is None or bool(((found != want) & rest).any()) for found, want in wanted)
 
     def fate(self, shape: Shape, batch: int) -> Fate:
         live = self.live

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import Node
+from torch.nn import Parameter
 
 from .assign import Map
 from .invoke import is_opaque
@@ -81,6 +82,7 @@ def outline(
         if form is _LEAF:
             variable = leaves[node] = leaf_of(node)
             key += (whose.get(id(variable)), variable.shape, variable.dtype, variable.device)
+            key.append(isinstance(variable, Parameter))  # other leaves may be data
             continue
         for child, nr in node.next_functions:
             number = numbers.get(child)  # type: ignore[arg-type]

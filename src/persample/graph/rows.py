@@ -1,18 +1,18 @@
-"""Constants with as many rows as the batch: are they the samples' data?
+"""What all samples share may have been computed with constants: are these the samples' own data?
 
-What all samples share may have been computed from constants: tables of positions, fixed transforms, masks. If one of
-them has B rows, or a multiple, it may be that, or data of the batch, in which case samples meet. Sizes do not tell them
-apart, but two things do:
+Tables of positions, fixed transforms and masks are not; the other samples' inputs are, and then samples meet. Nothing
+but sizes could make a constant the batch's: if a dim that it brings along is a multiple of B. Sizes coincide, so two
+more things are looked at:
 
-- Rows that run along another dim of the samples' own tensors (a position, a feature) are no samples: a sample has all
-  of them. Where they come out on their own, as classes to be scored, or are summed up, they may be.
+- A dim that runs along another dim of the samples' own tensors (a position, a feature) is not that of the samples: a
+  sample has all of it. Where it comes out on its own, as classes to be scored, or is summed up, it may be.
 - Integers that count positions or distances are no data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Iterator, Sequence
+from math import prod
 
 import torch
 from torch import Tensor
@@ -20,59 +20,55 @@ from torch.autograd.graph import Node
 
 from . import saved
 from .flows import FLOWS
-from .flows.pointwise import broadcast_dims
+from .flows.fibres import CONVOLUTIONS
 from .flows.products import LETTERS
 from .invoke import is_opaque
-from .layout import Block, Layout, Shape, sample_dims, strides
-from .names import POINTWISE
+from .layout import Block, Layout, Shape, same, sample_dims, simplify, strides
+from .names import POINTWISE, READS
 from .notes import ask
-from .site import Site, Sites, computes_with_data
+from .site import Site, Sites, computes_with_data, weights_only
 from .tape import Slot, Tape, is_leaf, op_name
-
-Dims = frozenset[int]
-_CONVOLUTIONS = frozenset({"Convolution"})
 
 
 class Alignment:
-    """For tensors that all samples share: the dims of each that run along a dim of the samples' own tensors."""
+    """For tensors that all samples share: which of their dims run along one of the samples' own tensors.
+
+    All such dims of a tensor together are one layout, whose "samples" are the places along them.
+    """
 
     def __init__(self, tape: Tape, sites: Sites) -> None:
         self._tape, self._sites = tape, sites
-        self._dims: dict[Slot, Dims] = {}
+        self._places: dict[Slot, Layout | None] = {}
 
     def enter(self, site: Site, k: int) -> None:
         """Samples use a shared tensor here."""
         slot = site.edges[k]
         assert slot is not None
-        self._meet(slot, frozenset(_matched(self._tape, site, k)))
+        self._meet(slot, _places(site.target(k), list(_matched(self._tape, site, k))))
 
     def descend(self, node: Node) -> None:
         """From what is computed to what it is computed from; nodes come in the order of the tape."""
         site = self._sites[node]
-        known = self._dims.get((node, 0), frozenset()) if len(site.shapes) == 1 else frozenset()
+        known = self._places.get((node, 0)) if len(site.shapes) == 1 else None
         for k, slot in site.outputs:
-            moved = {_followed(site, k, d) for d in known}
-            self._meet(slot, frozenset(d for d in moved if d is not None))
+            self._meet(slot, None if known is None else _followed(site, k, known))
 
-    def _meet(self, slot: Slot, dims: Dims) -> None:
-        self._dims[slot] = self._dims.get(slot, dims) & dims
+    def _meet(self, slot: Slot, places: Layout | None) -> None:
+        before = self._places.get(slot, places)
+        alike = before is not None and places is not None and same(before, places)
+        self._places[slot] = places if alike else None
 
     def may_hold_samples(self, node: Node, batch: int) -> bool:
-        """Does a node compute with a constant whose rows may be the batch's?"""
-        return self._ask(node, batch, self._dims.get((node, 0), frozenset()))
-
-    def may_read_samples(self, node: Node, batch: int) -> bool:
-        """Is a table read by integers that may be the samples' own?"""
-        along = 0 in self._dims.get((node, 0), frozenset()) and bool(ask(node, _reads_by_row))
-        return not along and bool(ask(node, partial(_reads_rows, batch=batch)))
+        """Do constants enter here along a dim that may be the samples'?"""
+        shape, places = self._tape.shapes(node)[0], self._places.get((node, 0))
+        aligned = () if places is None else sample_dims(places, shape)
+        doubtful = any(shape[d] % batch == 0 and d not in aligned for d in constant_dims(node, shape))
+        return doubtful and not bool(ask(node, _reads_by_counting))
 
     def is_excused(self, node: Node, batch: int) -> bool:
-        """Are there such rows, that run along another dim?"""
-        return self._ask(node, batch, frozenset()) and not self.may_hold_samples(node, batch)
-
-    def _ask(self, node: Node, batch: int, aligned: Dims) -> bool:
+        """Is there such a dim, that runs along another one of the samples' tensors?"""
         shape = self._tape.shapes(node)[0]
-        return bool(ask(node, partial(_has_rows, batch=batch, aligned=aligned, shape=shape)))
+        return any(shape[d] % batch == 0 for d in constant_dims(node, shape)) and op_name(node) not in READS
 
 
 def may_meet_below(tape: Tape, sites: Sites, site: Site, k: int, batch: int) -> bool:
@@ -84,106 +80,82 @@ def may_meet_below(tape: Tape, sites: Sites, site: Site, k: int, batch: int) -> 
     below = tape.below(slot[0])
     for node in tape.order:
         if node in below and not is_leaf(node):
-            if node in tape.data or (computes_with_data(tape, node) and _may_hold(alignment, node, batch)):
+            if computes_with_data(tape, node) and (is_opaque(node) or alignment.may_hold_samples(node, batch)):
                 return True
             alignment.descend(node)
     return not below.isdisjoint(tape.data)
 
 
-def _may_hold(alignment: Alignment, node: Node, batch: int) -> bool:
-    hidden = is_opaque(node) or saved.in_checkpoint(node)
-    return hidden or alignment.may_hold_samples(node, batch) or alignment.may_read_samples(node, batch)
+def _places(shape: Shape, dims: Sequence[int]) -> Layout | None:
+    """A layout in which every place along these dims is a sample of its own."""
+    sizes = [n if d in dims else 1 for d, n in enumerate(shape)]
+    count = prod(sizes)
+    return simplify(torch.arange(count, device="cpu").reshape(sizes), shape, count) if count > 1 else None
 
 
-def memory_of_rows(node: Node) -> set[int]:
-    """Where the constants of a node are kept."""
-    return {t.untyped_storage().data_ptr() for t in saved.constants(node) if t.ndim > 1 and _is_data(t)}
-
-
-def goes_by_sample(site: Site, layout: Layout) -> bool:
-    """Does a product's or elementwise op's constant have one row per sample, or several?"""
-    return all(
-        _runs_along(site.node, t, frozenset(sample_dims(layout, site.shapes[0])), site.shapes[0])
-        for t in saved.constants(site.node)
-        if t.ndim > 1 and _is_data(t)
-    )
-
-
-def _followed(site: Site, k: int, dim: int) -> int | None:
-    """Where one dim of a node's cotangent goes in its output k."""
+def _followed(site: Site, k: int, places: Layout) -> Layout | None:
+    """Where places go in output k of a node: all together, or at least those along single dims."""
     shape, target, rule = site.shapes[0], site.target(k), FLOWS.get(site.name)
-    if shape[dim] < 2 or rule is None or is_opaque(site.node):
+    if rule is None or is_opaque(site.node):
         return None
-    fate = rule(site, k, [Block(shape[dim], strides(shape)[dim])])
-    found = sample_dims(fate, target) if isinstance(fate, Layout) else ()
-    return found[0] if len(found) == 1 and target[found[0]] == shape[dim] else None
+    fate = rule(site, k, [places])
+    if isinstance(fate, Layout):
+        return fate
+    kept = []
+    for d in sample_dims(places, shape):
+        alone = rule(site, k, [Block(shape[d], strides(shape)[d])])
+        moved = sample_dims(alone, target) if isinstance(alone, Layout) else ()
+        kept += [e for e in moved if len(moved) == 1 and target[e] == shape[d]]
+    return _places(target, kept)
 
 
 def _matched(tape: Tape, site: Site, k: int) -> Iterator[int]:
-    """The dims of a shared operand that the samples' operand has, too."""
-    target = site.target(k)
-    if is_opaque(site.node):
+    """The dims of a shared operand that another one, computed from samples, has too."""
+    others = {at: slot for at, slot in enumerate(site.edges) if slot is not None and at != k}
+    mine = {at: tape.shape(slot) for at, slot in others.items() if not weights_only(tape, slot[0])}
+    if is_opaque(site.node) or not mine:
         return
     if site.name in LETTERS and k in LETTERS[site.name][1]:
         operands = LETTERS[site.name][1]
-        other = next(letters for at, letters in operands.items() if at != k)
-        yield from (d for d, c in enumerate(operands[k]) if c in other)
+        yield from (d for d, c in enumerate(operands[k]) if any(c in operands.get(at, "") for at in mine))
     elif site.name in POINTWISE:
-        others = [tape.shape(slot) for at, slot in enumerate(site.edges) if slot is not None and at != k]
+        target = site.target(k)
         for d, n in enumerate(target):
             from_end = d - len(target)
-            if n > 1 and any(len(other) >= -from_end and other[from_end] == n for other in others):
+            if n > 1 and any(len(other) >= -from_end and other[from_end] == n for other in mine.values()):
                 yield d
-    elif site.name in _CONVOLUTIONS and k == 1:
+    elif site.name in CONVOLUTIONS and k == 1:
         yield 1
 
 
-def _has_rows(node: Node, batch: int, aligned: Dims, shape: Shape) -> bool:
-    constants = () if saved.in_checkpoint(node) else saved.constants(node)
-    return any(
-        t.ndim > 1 and len(t) and len(t) % batch == 0 and _is_data(t) and not _runs_along(node, t, aligned, shape)
-        for t in constants
-    )
-
-
-def _is_data(t: Tensor) -> bool:
-    """Numbers or masks; integers are as often places in a table that all samples read (relative positions)."""
-    return t.is_floating_point() or t.is_complex() or t.dtype == torch.bool
-
-
-def _runs_along(node: Node, t: Tensor, aligned: Dims, shape: Shape) -> bool:
-    """Do the rows of a constant go to a dim of the result that is aligned?"""
+def constant_dims(node: Node, shape: Shape) -> list[int]:
+    """The dims of a result that constants may have brought along."""
     name = op_name(node)
+    given = [child for child, _ in node.next_functions]
     if name in LETTERS:
         letters, operands = LETTERS[name]
-        constant = [operands[k] for k, (child, _) in enumerate(node.next_functions) if child is None and k in operands]
-        return bool(constant) and all(own[0] in letters and letters.index(own[0]) in aligned for own in constant)
-    if name in POINTWISE and t.ndim <= len(shape):
-        to_dims = broadcast_dims(shape, tuple(t.shape))
-        return 0 in to_dims and to_dims.index(0) in aligned
-    return False
+        constant = "".join(own for k, own in operands.items() if given[k] is None)
+        return [d for d, c in enumerate(letters) if c in constant]
+    if name in CONVOLUTIONS:
+        return [d for d in range(len(shape)) if d != 1]
+    if name in READS:
+        return list(range(len(shape))) if name != "Expand" else []
+    known = [tuple(saved.metadata(child)[nr].shape) for child, nr in node.next_functions if child is not None]
+    lengths = [(1,) * (len(shape) - len(own)) + own for own in known]
+    return [d for d, n in enumerate(shape) if not any(len(own) == len(shape) and own[d] == n for own in lengths)]
 
 
-def _reads_by_row(node: Node) -> bool:
-    """Do the integers have the first dims of the result?"""
-    name = op_name(node)
-    if name in ("Index", "UnsafeIndex"):
-        given = [t is not None for t in saved.value(node, "indices")]
-        return given[0] and not any(given[1:])
-    return name == "Embedding" or (name == "IndexSelect" and saved.number(node, "dim") == 0)
-
-
-def _reads_rows(node: Node, batch: int) -> bool:
-    """Integers by which a table is read, that do not just count."""
-    return any(
-        t.ndim > 0 and not t.is_floating_point() and len(t) % batch == 0 and not counts_positions(t)
-        for t in saved.constants(node)
-    )
+def _reads_by_counting(node: Node) -> bool:
+    """Is a table read here, by integers that are no data?"""
+    if op_name(node) not in READS or saved.in_checkpoint(node):
+        return False
+    constants = saved.constants(node)
+    return bool(constants) and all(counts_positions(t) for t in constants)
 
 
 def counts_positions(t: Tensor) -> bool:
     """Are these integers 0, 1, 2, … in steps of any size, or distances between such numbers (the same on diagonals)?"""
-    if _is_data(t) or t.numel() < 2:
+    if is_data(t) or max(t.shape, default=0) < 3:  # two numbers always count
         return False
     if bool((t == t.reshape(-1)[0]).all()):  # which says nothing
         return False
@@ -192,3 +164,19 @@ def counts_positions(t: Tensor) -> bool:
         return bool((steps == steps[0]).all())
     table = t.reshape(-1, *t.shape[-2:])
     return bool((table == table[:1]).all()) and torch.equal(table[0, 1:, 1:], table[0, :-1, :-1])
+
+
+def is_data(t: Tensor) -> bool:
+    """Numbers or masks."""
+    return t.is_floating_point() or t.is_complex() or t.dtype == torch.bool
+
+
+def memory_of_rows(node: Node) -> set[int]:
+    """Where the constants of a node are kept."""
+    return {t.untyped_storage().data_ptr() for t in saved.constants(node) if t.ndim > 1 and is_data(t)}
+
+
+def goes_by_sample(site: Site, layout: Layout) -> bool:
+    """Does a node's constant have one row per sample, or several?"""
+    dims = constant_dims(site.node, site.shapes[0])
+    return any(d in dims for d in sample_dims(layout, site.shapes[0]))

@@ -1,0 +1,96 @@
+"""Which samples read which rows of the data.
+
+Data that go into an op together with a weight have rows, along the dims that they bring into its result. If B of these
+are the samples, every row is read by one of them, and every op that is given such data agrees on by whom. A reshape
+that cuts across samples, a loss over the wrong dim, or another sample's row (``roll``, a permutation) does not fit,
+although cotangents are nowhere added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from .assign import Map
+from .flows.fibres import WINDOWS
+from .flows.products import LETTERS
+from .layout import NOBODY, Block, Layout, Shape, labels, simplify
+from .rows import constant_dims
+from .site import Site
+from .tape import Tape, op_name
+
+_TABLES = frozenset({"Embedding", "IndexSelect", "Index", "UnsafeIndex"})
+
+
+def misread(tape: Tape, map: Map) -> list[str]:
+    """Ops whose rows of data are read by several samples, or by other ones than elsewhere."""
+    found, order = [], None
+    for site, mark, dims in _given_data(tape, map):
+        if _is_shared(mark, site.shapes[0], dims, map.batch):
+            found.append(site.name)
+            continue
+        read = _one_each(mark, dims, map.batch)
+        if read is not None:
+            found += [site.name] if order is not None and not torch.equal(read, order) else []
+            order = read if order is None else order
+    return found
+
+
+def _given_data(tape: Tape, map: Map) -> Iterator[tuple[Site, Tensor, list[int]]]:
+    """Separable ops with a weight and data: whose their results are, and the dims of these that the data have."""
+    for node in tape.order:
+        layout = map.cotangents.get((node, 0))
+        if node in map.batched or not isinstance(layout, Layout) or not _takes_data(map, tape, node):
+            continue
+        site = map.sites[node]
+        shape = site.shapes[0]
+        dims = [d for d in constant_dims(node, shape) if shape[d] > 1]
+        if op_name(node) in _TABLES:
+            dims = [d for d in dims if d < len(shape) - 1]  # the last one is the table's
+        if any(shape[d] % map.batch == 0 for d in dims):
+            yield site, labels(layout, shape), dims
+
+
+def _takes_data(map: Map, tape: Tape, node: Node) -> bool:
+    name = op_name(node)
+    if name in _TABLES:
+        return map.sites[node].edges[0] is not None and map.sites[node].is_weight(0)
+    if node not in tape.fed:
+        return False
+    if name in LETTERS:
+        site = map.sites[node]
+        return any(site.edges[k] is not None and site.is_weight(k) for k in LETTERS[name][1])
+    return name in WINDOWS and tape.edges[node][0] is None
+
+
+def _is_shared(mark: Tensor, shape: Shape, dims: list[int], batch: int) -> bool:
+    """Does a row, of B or a multiple, belong to several samples?"""
+    varying = [d for d, n in enumerate(mark.shape) if n > 1]
+    if any(d not in dims for d in varying):
+        return True
+    if len(varying) > 1:
+        return any(shape[d] % batch == 0 for d in varying)
+    return bool(varying) and _is_cut(mark, shape, batch)
+
+
+def _is_cut(mark: Tensor, shape: Shape, batch: int) -> bool:
+    """Several rows for each sample, as many for all, but neither one after another nor taken in turn."""
+    row = mark.reshape(-1)
+    several, odd = divmod(len(row), batch)
+    if odd or several < 2 or bool((row == NOBODY).any()):
+        return False
+    even = bool((row.bincount(minlength=batch) == several).all())
+    return even and not isinstance(simplify(mark, shape, batch), Block)
+
+
+def _one_each(mark: Tensor, dims: list[int], batch: int) -> Tensor | None:
+    """The sample of every row, if there is one row for each."""
+    varying = [d for d in dims if mark.shape[d] > 1]
+    if len(varying) != 1 or mark.shape[varying[0]] != batch:
+        return None
+    row = mark.reshape(-1)
+    complete = bool((row != NOBODY).all()) and len(row.unique()) == batch
+    return row if complete else None
