@@ -11,7 +11,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --d
 BY_CPU := tests/kernels tests/factors tests/reductions tests/nn tests/benchmarks tests/test_grad.py src
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-torch lint docs dist clean
+.PHONY: help demo fuzz test test-all test-torch lint docs dist clean
 .PHONY: bench bench-docs bench-expanded bench-monitor bench-pages bench-parts bench-peers bench-private bench-scaling
 
 help:
@@ -19,6 +19,7 @@ help:
 	@echo "make test      lint, types and tests (what CI runs)"
 	@echo "make test-all  the same with the slow tests, and those of kernels as on CPUs of other kinds"
 	@echo "make test-torch TORCH=2.15.0      the tests with a release of torch (default: the newest), installed beside"
+	@echo "make fuzz      random programs against the definition, MINUTES=10 of them, from SEED= on"
 	@echo "make bench     the benchmarks (8 minutes); make bench-expanded: against PyTorch's expanded weights"
 	@echo "make bench-private                private training steps beside Opacus, part of make bench (2 minutes)"
 	@echo "make bench-peers, bench-scaling   against Opacus, BackPACK, torch.func; how cost grows (10 minutes each)"
@@ -53,6 +54,11 @@ test-all: lint
 	for cpu in $$($(BIN)/python -m tests.capabilities); do \
 		echo "as on a CPU with $$cpu" && ATEN_CPU_CAPABILITY=$$cpu $(PYTEST) $(BY_CPU) || exit 1; \
 	done
+
+# Exit code 1 if anything was found; what is printed can be pasted.
+MINUTES ?= 10
+fuzz: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.programs.fuzz --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.run --json $(RESULTS)/bench.json
