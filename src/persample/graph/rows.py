@@ -24,7 +24,7 @@ from .flows import FLOWS
 from .flows.fibres import CONVOLUTIONS
 from .flows.products import LETTERS
 from .invoke import is_opaque
-from .layout import Block, Layout, Shape, same, sample_dims, simplify, strides
+from .layout import Block, Layout, Shape, reshape, same, sample_dims, simplify, strides
 from .names import POINTWISE, READS
 from .notes import ask
 from .site import Site, Sites, computes_with_data, weights_only
@@ -128,6 +128,10 @@ def _weights_dims(tape: Tape, site: Site, k: int) -> set[int]:
 def _followed(site: Site, k: int, places: Layout) -> Layout | None:
     """Where places go in output k of a node: all together, or at least those along single dims."""
     shape, target, rule = site.shapes[0], site.target(k), FLOWS.get(site.name)
+    if site.name in ("AsStrided", "CopySlices") and prod(shape) == prod(
+        target
+    ):  # an op in place on a view of all of it
+        return reshape(places, shape, target)
     if rule is None or is_opaque(site.node):
         return None
     fate = rule(site, k, [places])
