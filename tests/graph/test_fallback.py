@@ -213,7 +213,8 @@ def _stacks(site: Site, batch: int) -> list[list[Tensor | None]]:
 
 
 def _rows(stacks: Sequence[Tensor | None], batch: int) -> list[Row]:
-    return [[None if s is None else s[i].contiguous() for s in stacks] for i in range(batch)]
+    # Clones, because some backwards of PyTorch's read a cotangent from the start of its memory (AsStridedScatter).
+    return [[None if s is None else s[i].clone() for s in stacks] for i in range(batch)]
 
 
 def _layout(shape: tuple[int, ...], nr: int) -> Layout:

@@ -15,7 +15,7 @@ from .flows.products import LETTERS
 from .flows.registry import only, whole
 from .flows.shapes import SECTIONS
 from .invoke import is_opaque
-from .layout import Block, Labels, Layout, Shape, join, sample_dims
+from .layout import NOBODY, Block, Labels, Layout, Shape, join
 from .library import unspent
 from .names import POINTWISE
 from .probe import probe_call, probe_node, probe_slots
@@ -46,10 +46,10 @@ class Map:
     probed: set[Node] = field(default_factory=set)  # nodes whose data had to be asked
 
     def sizes(self) -> set[int]:
-        """Of the dims that samples lie in."""
-        slots = [(slot, state) for slot, state in self.cotangents.items() if isinstance(state, Layout)]
-        shapes = [(self.sites[node].shapes[nr], state) for (node, nr), state in slots]
-        return {shape[d] for shape, state in shapes for d in sample_dims(state, shape)}
+        """The numbers of rows in which samples of different lengths lie one after another."""
+        marks = [state.index for state in self.cotangents.values() if isinstance(state, Labels)]
+        ragged = [mark for mark in marks if mark.numel() == max(mark.shape, default=0) > 1]
+        return {mark.numel() for mark in ragged if bool((mark != NOBODY).all())}
 
     def layouts(self, node: Node) -> list[Layout | None]:
         """The layouts of a separable node's cotangents."""

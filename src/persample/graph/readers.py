@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from .assign import Map
-from .flows.fibres import WINDOWS
+from .flows.fibres import CONVOLUTIONS, WINDOWS
 from .flows.products import LETTERS
 from .layout import NOBODY, Layout, Shape, labels
 from .rows import constant_dims
@@ -47,7 +47,8 @@ def _given_data(tape: Tape, map: Map) -> Iterator[tuple[Site, Tensor, list[int]]
             continue
         site = map.sites[node]
         shape = site.shapes[0]
-        dims = [d for d in constant_dims(node, shape) if shape[d] > 1]
+        brought = range(len(shape)) if op_name(node) in CONVOLUTIONS else constant_dims(node, shape)
+        dims = [d for d in brought if shape[d] > 1]  # channels of a convolution are its groups' own affair
         if op_name(node) in _TABLES:
             dims = [d for d in dims if d < len(shape) - 1]  # the last one is the table's
         if any(shape[d] % map.batch == 0 for d in dims):
@@ -68,19 +69,16 @@ def _takes_data(map: Map, tape: Tape, node: Node) -> bool:
 
 def _is_shared(mark: Tensor, shape: Shape, dims: list[int], batch: int) -> bool:
     """Does a row, of B or a multiple, belong to several samples?"""
-    varying = [d for d, n in enumerate(mark.shape) if n > 1]
-    if any(d not in dims for d in varying):
+    if any(n > 1 and d not in dims for d, n in enumerate(mark.shape)):
         return True
-    if len(varying) > 1:
-        return any(shape[d] % batch == 0 for d in varying)
-    return bool(varying) and _is_cut(mark, batch)
+    return _is_cut(mark.expand([n if d in dims else 1 for d, n in enumerate(shape)]).reshape(-1), batch)
 
 
-def _is_cut(mark: Tensor, batch: int) -> bool:
+def _is_cut(row: Tensor, batch: int) -> bool:
     """Several rows for each sample, as many for all, but not in the same order for all of them."""
-    row = mark.reshape(-1)
     several, odd = divmod(len(row), batch)
-    if odd or several < 2 or not bool((row.clamp(min=0).bincount(minlength=batch) == several).all()):
+    whole = not odd and several > 1 and bool((row != NOBODY).all())
+    if not whole or not bool((row.bincount(minlength=batch) == several).all()):
         return False
     places = row.argsort(stable=True).reshape(batch, several)
     return not bool((places - places[:, :1] == places[0] - places[0, 0]).all())

@@ -42,41 +42,54 @@ class Below(Enum):
 class Alignment:
     """For tensors that all samples share: which of their dims run along one of the samples' own tensors.
 
-    All such dims of a tensor together are one layout, whose "samples" are the places along them.
+    All such dims of a tensor together are one layout, whose "samples" are the places along them. There are two of them:
+    the second also takes a constant with a sample's letter for one of the samples' tensors, which it may not be.
     """
 
     def __init__(self, tape: Tape, sites: Sites, sizes: Collection[int] = ()) -> None:
         self._tape, self._sites = tape, sites
         self._sizes = sizes  # of the dims that samples lie in, where these are ragged
-        self._places: dict[Slot, Layout | None] = {}
+        self._places: tuple[dict[Slot, Layout | None], dict[Slot, Layout | None]] = ({}, {})
 
     def enter(self, site: Site, k: int) -> None:
         """Samples use a shared tensor here."""
         slot = site.edges[k]
         assert slot is not None
-        self._meet(slot, _places(site.target(k), list(_matched(self._tape, site, k))))
+        matched = list(_matched(self._tape, site, k))
+        for weakly in (False, True):
+            dims = [*matched, *(_matched_by_constant(site, k) if weakly else ())]
+            self._meet(slot, _places(site.target(k), dims), weakly)
 
     def descend(self, node: Node) -> None:
         """From what is computed to what it is computed from; nodes come in the order of the tape."""
         site = self._sites[node]
-        known = self._places.get((node, 0)) if len(site.shapes) == 1 else None
-        for k, slot in site.outputs:
-            places = None if known is None else _followed(site, k, known)
-            self._meet(slot, _with_dims(places, site.target(k), _weights_dims(self._tape, site, k)))
+        for weakly in (False, True):
+            known = self._places[weakly].get((node, 0)) if len(site.shapes) == 1 else None
+            for k, slot in site.outputs:
+                places = None if known is None else _followed(site, k, known)
+                dims = _weights_dims(self._tape, site, k)
+                self._meet(slot, _with_dims(places, site.target(k), dims), weakly)
 
-    def _meet(self, slot: Slot, places: Layout | None) -> None:
-        before = self._places.get(slot, places)
+    def _meet(self, slot: Slot, places: Layout | None, weakly: bool) -> None:
+        table = self._places[weakly]
+        before = table.get(slot, places)
         alike = before is not None and places is not None and same(before, places)
-        self._places[slot] = places if alike else None
+        table[slot] = places if alike else None
+
+    def _aligned(self, node: Node, shape: Shape, weakly: bool) -> tuple[int, ...]:
+        places = self._places[weakly].get((node, 0))
+        return () if places is None else sample_dims(places, shape)
 
     def origin(self, node: Node, batch: int) -> Below:
         """What may the constants be that enter here?"""
-        shape, places = self._tape.shapes(node)[0], self._places.get((node, 0))
-        doubtful = [d for d in constant_dims(node, shape) if self._may_be(shape[d], batch)]
-        if not doubtful or bool(ask(node, _reads_by_counting)):
+        shape = self._tape.shapes(node)[0]
+        doubtful = {d for d in constant_dims(node, shape) if self._may_be(shape[d], batch)}
+        doubtful |= {d for d in ask(node, _rows_of_saved) if shape[d] == batch}
+        if not doubtful or bool(ask(node, _only_counts)):
             return Below.WEIGHTS
-        aligned = () if places is None else sample_dims(places, shape)
-        return Below.ALIGNED if all(d in aligned for d in doubtful) else Below.SAMPLES
+        doubtful -= set(self._aligned(node, shape, False))
+        doubtful -= set(self._aligned(node, shape, True)) - set(_row_dims(node, shape))
+        return Below.SAMPLES if doubtful else Below.ALIGNED
 
     def _may_be(self, size: int, batch: int) -> bool:
         """Can so many be the samples, or their parts?"""
@@ -185,6 +198,24 @@ def _matched(tape: Tape, site: Site, k: int) -> Iterator[int]:
         yield 1
 
 
+def _matched_by_constant(site: Site, k: int) -> Iterator[int]:
+    """The dims of a product's shared operand that its other one, a constant, has: a feature, or another sample."""
+    if site.name in LETTERS and k in LETTERS[site.name][1] and not is_opaque(site.node):
+        operands = LETTERS[site.name][1]
+        other = next(own for at, own in operands.items() if at != k)
+        yield from (d for d, c in enumerate(operands[k]) if c in other)
+
+
+def _row_dims(node: Node, shape: Shape) -> list[int]:
+    """The dims of a result that come from the rows of a constant, where samples would lie."""
+    name = op_name(node)
+    if name not in LETTERS:
+        return list(range(len(shape)))
+    letters, operands = LETTERS[name]
+    rows = {own[-2] if len(own) > 1 else own for k, own in operands.items() if node.next_functions[k][0] is None}
+    return [d for d, c in enumerate(letters) if c in rows]
+
+
 def constant_dims(node: Node, shape: Shape) -> list[int]:
     """The dims of a result that constants may have brought along."""
     name = op_name(node)
@@ -202,9 +233,18 @@ def constant_dims(node: Node, shape: Shape) -> list[int]:
     return [d for d, n in enumerate(shape) if not any(len(own) == len(shape) and own[d] == n for own in lengths)]
 
 
-def _reads_by_counting(node: Node) -> bool:
-    """Is a table read here, by integers that are no data?"""
-    if op_name(node) not in READS or saved.in_checkpoint(node):
+def _rows_of_saved(node: Node) -> tuple[int, ...]:
+    """The dims of an elementwise result in which the rows of constants lie, where these were saved."""
+    if op_name(node) not in POINTWISE or is_opaque(node) or saved.in_checkpoint(node):
+        return ()
+    rank = len(saved.metadata(node)[0].shape)
+    rows = [t for t in saved.constants(node) if 1 < t.ndim <= rank and len(t) > 1 and is_data(t)]
+    return tuple([rank - t.ndim for t in rows])
+
+
+def _only_counts(node: Node) -> bool:
+    """Are all constants integers that are no data?"""
+    if saved.in_checkpoint(node):
         return False
     constants = saved.constants(node)
     return bool(constants) and all(counts_positions(t) for t in constants)
