@@ -169,7 +169,7 @@ MEETING: dict[str, tuple[Step, Step]] = {
         lambda h, w: F.batch_norm(h, torch.zeros(N).double(), torch.ones(N).double()),
         lambda h, w: F.batch_norm(h, torch.zeros(N).double(), torch.ones(N).double(), training=True),
     ),
-    "batch of data": (lambda h, w: h + (w[:, :1] * X[:1]).sum(0), lambda h, w: h + (w[:, :1] * X).sum(0)),
+    "batch of data": (lambda h, w: h + (w[:, :1] * X[:1].clone()).sum(0), lambda h, w: h + (w[:, :1] * X).sum(0)),
 }
 
 
