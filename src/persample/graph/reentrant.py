@@ -11,7 +11,7 @@ and behaviours used here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,31 +39,16 @@ def is_reentrant(node: Node | None) -> bool:
 class Region:
     """What a reentrant checkpoint hides."""
 
-    node: Node
-    outputs: tuple[Slot | None, ...]  # per cotangent of the node; None where no gradient flows
-    inputs: tuple[Slot | None, ...]  # per edge of the node: the leaf inside that stands for the tensor there
+    outputs: tuple[Slot | None, ...]  # per cotangent of the checkpoint's node; None where no gradient flows
+    inputs: tuple[Slot | None, ...]  # per edge of that node: the leaf inside that stands for the tensor there
     start: int  # a number smaller than those of its nodes, and larger than those of all that this thread made before
-    others: Container[Node]  # nodes that were there before
     own: set[Node] = field(default_factory=set)  # the nodes inside, other than leaves
     leaves: set[Node] = field(default_factory=set)  # those that it leads to
-    outside: set[Slot] = field(default_factory=set)  # of tensors that its function did not get as arguments
-
-    def follow(self, slots: Iterable[Slot]) -> None:
-        """Enter what lies below these slots of the region."""
-        stack = list(slots)
-        while stack:
-            node, nr = stack.pop()
-            if not node.next_functions and type(node).__name__ == "AccumulateGrad":
-                self.leaves.add(node)
-            elif born(node) < self.start or node in self.others:
-                self.outside.add((node, nr))
-            elif node not in self.own:
-                self.own.add(node)
-                stack += [(child, at) for child, at in node.next_functions if child is not None]
+    outside: set[Node] = field(default_factory=set)  # of computed tensors that its function uses without being given
 
 
-def open_region(node: Any, others: Collection[Node]) -> Region:
-    """Run a region again, and record it; ``others`` are the nodes of the graph that the checkpoint stands in."""
+def open_region(node: Any, others: Iterable[Node]) -> Region:
+    """Run a region again, and record it; ``others`` are the nodes around the checkpoint."""
     given, leaves = list(_kept(node, "inputs")), []
     edges = [child for child, _ in node.next_functions]
     for at, t, below in zip(_kept(node, "tensor_indices"), _tensors(node, others), edges, strict=True):
@@ -79,9 +64,7 @@ def open_region(node: Any, others: Collection[Node]) -> Region:
     live = [isinstance(t, Tensor) and t.requires_grad for t in outputs]
     slots = tuple(_slot(t) if flows else None for t, flows in zip(outputs, live, strict=True))
     inputs = tuple(_slot(t) if t.requires_grad else None for t in leaves)
-    region = Region(node, slots, inputs, start, others)
-    region.follow(slot for slot in slots if slot is not None)
-    return region
+    return Region(slots, inputs, start)
 
 
 def _on_views(function: Callable[..., Any]) -> Callable[..., Any]:
