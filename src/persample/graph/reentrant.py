@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.utils.checkpoint import CheckpointFunction, checkpoint, set_device_states
+from torch.utils.checkpoint import CheckpointError, CheckpointFunction, checkpoint, set_device_states
 
 from .._errors import UnsupportedError
 from .saved import born, in_checkpoint, in_own_task, let_go, metadata
@@ -103,8 +103,21 @@ def _tensors(node: Any, others: Iterable[Node]) -> Sequence[Tensor]:
         for other in others:
             let_go(other)
 
-    in_own_task(read)
+    with same_again():
+        in_own_task(read)
     return found
+
+
+@contextmanager
+def same_again() -> Iterator[None]:
+    """PyTorch finds out when a region is not run as it was recorded; it is told in terms of the user's checkpoint."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise UnsupportedError(
+            "the function of a reentrant checkpoint did something else when it was run again: let it do the same every "
+            "time, and change or return nothing that it was not given"
+        ) from error
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from .._errors import UnsupportedError
-from .reentrant import Outputs, Region, is_reentrant, open_region, run_instead
+from .reentrant import Outputs, Region, is_reentrant, open_region, run_instead, same_again
 from .saved import born, metadata
 from .tape import Below, Slot, edges_of, is_leaf, leading_to, leaf_of, op_name
 
@@ -157,7 +157,8 @@ class _Run:
             return nothing
         region = self.regions.opened[node]
         given = [(s, g) for s, g in zip(region.outputs, grads, strict=True) if s is not None and g is not None]
-        return self.piece(region, given) if given else nothing
+        with same_again():
+            return self.piece(region, given) if given else nothing
 
     def _is_needed(self, node: Node) -> bool:
         """Is something asked for in a region, or below it? One that was not opened leads nowhere."""

@@ -71,7 +71,9 @@ class Roots:
             given = self.cotangents if self.losses is None else [torch.ones_like(self.losses)]
             return self.pull(given, inputs, retain_graph=retain_graph)
         with torch.enable_grad():
-            total = self.losses.sum()  # a cotangent of ones, without the imports that a given one costs once
+            # A cotangent of ones, in memory of its own as the definition's is, which a custom Function may write to;
+            # and without the imports that a given one costs once.
+            total = self.losses.dot(torch.ones_like(self.losses))
         return torch.autograd.grad(total, _edges(inputs), retain_graph=retain_graph, allow_unused=True)
 
     def passing(

@@ -140,7 +140,7 @@ def walk(roots: Iterable[Node], params: Iterable[Tensor], edges_below: Below = e
         if node in children:
             continue
         below = children[node] = edges_below(node)
-        if is_torchs(node, "CheckpointFunction"):
+        if is_custom(node) and hasattr(node, "run_function"):  # as those of other libraries call it, too
             raise UnsupportedError(
                 "the graph holds a reentrant checkpoint (use_reentrant=True) at a place where the ops inside it cannot "
                 "be seen: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
