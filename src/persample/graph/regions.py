@@ -54,8 +54,10 @@ class Regions:
 
     def below(self, node: Node) -> tuple[tuple[Node | None, int], ...]:
         """Where a node's edges lead to."""
-        slots = [self._edge(node, k) for k in range(len(node.next_functions))]
-        return tuple([self.resolve(*(slot or (None, 0))) for slot in slots])
+        edges = node.next_functions
+        if node in self.owners:
+            edges = tuple([self._edge(node, k) or (None, 0) for k in range(len(edges))])
+        return tuple([self.resolve(child, nr) for child, nr in edges])
 
     def _edge(self, node: Node, k: int) -> Slot | None:
         """Where an edge leads to in the piece that its node lies in; nowhere, if it leads out of a region."""
