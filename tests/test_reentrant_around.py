@@ -379,6 +379,16 @@ def test_a_function_that_does_something_else_is_refused() -> None:
         ps.grad(losses, model)
 
 
+def test_a_function_without_gradients_is_refused() -> None:
+    """As by PyTorch's own backward: what is not to have gradients, and what has lost them, look the same."""
+    model, x = made()
+    losses = square(model.blocks[0](reentrant(lambda h: h.detach() * 2, model.first(x))))
+    with pytest.raises(RuntimeError, match="none of output has requires_grad=True"):
+        losses.sum().backward(retain_graph=True)
+    with pytest.raises(ps.UnsupportedError, match=r"of shapes \[\(5, 4\)\], has a gradient.*without a checkpoint"):
+        ps.grad(losses, model)
+
+
 def test_a_function_that_saves_something_else_is_refused() -> None:
     """Which its results do not show."""
     model, x = made()

@@ -158,6 +158,11 @@ def _check_outputs(node: Node, outputs: Sequence[Any]) -> None:
             f"the function of a reentrant checkpoint returned {len(then)} results of shapes {then} in the forward "
             f"pass, and {len(outputs)} of shapes {now} when it was run again: let it do the same every time"
         )
+    if not any(isinstance(t, Tensor) and t.requires_grad for t in outputs):  # PyTorch's backward fails there, too
+        raise UnsupportedError(
+            f"no result of the function of a reentrant checkpoint, of shapes {then}, has a gradient when it is run "
+            f"again: call the function without a checkpoint, and return clones of tensors that it was not given"
+        )
 
 
 @contextmanager
