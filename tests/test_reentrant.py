@@ -92,11 +92,6 @@ def several_tensors(net: Net, h: Tensor, run: Run) -> Tensor:
     return a * b + same
 
 
-def tensors_in_a_list(net: Net, h: Tensor, run: Run) -> Tensor:
-    """PyTorch keeps a list as it is, with the graph of its tensors."""
-    return run(lambda given, a: net.linear[0](given[0] * a) + given[1], [net.linear[1](h), h], h)
-
-
 def an_output_unused(net: Net, h: Tensor, run: Run) -> Tensor:
     return run(lambda a: (net.linear[0](a), net.linear[1](a), net.linear[2](a)), h)[1]
 
@@ -220,68 +215,23 @@ def tensor_hooks(net: Net, h: Tensor, run: Run) -> Tensor:
     return after
 
 
-def closure(net: Net, h: Tensor, run: Run) -> Tensor:
-    """A tensor from around, used by no other way."""
+def closure_of_an_unused_output(net: Net, h: Tensor, run: Run) -> Tensor:
+    """A tensor from around, for a result that nobody uses."""
     scale = net.linear[2](h).tanh()
-    return run(lambda a: net.linear[1](net.linear[0](a) * scale).tanh(), h)
+    return run(lambda a: (net.linear[0](a), net.linear[1](a) * scale), h)[0] * scale
 
 
-def closure_also_outside(net: Net, h: Tensor, run: Run) -> Tensor:
-    """Used beside and below the region as well, and hooked: a hook sees the sum of all."""
+def closure_that_is_detached(net: Net, h: Tensor, run: Run) -> Tensor:
     scale = net.linear[2](h).tanh()
-    scale.register_hook(lambda g: g.sin())
-    y = run(lambda a, b: net.linear[1](net.linear[0](a * b) * scale).tanh(), h, net.linear[3](scale))
-    return y * scale
-
-
-def closures_over_one_another(net: Net, h: Tensor, run: Run) -> Tensor:
-    """What is taken from around leads to other things that are, and every one is hooked."""
-    first = net.linear[2](h).tanh()
-    second = net.linear[3](first).tanh()
-    for t in (h, first, second):
-        t.register_hook(lambda g: g.sin())
-    return run(lambda a: net.linear[0](a * first) * second + h + first, second) * second
-
-
-def closures_alone(net: Net, h: Tensor, run: Run) -> Tensor:
-    """Of what it is given, nothing is used: all goes on through what it takes from around."""
-    scale = net.linear[2](h).tanh()
-    return run(lambda a: run(lambda b: net.linear[1](net.linear[0](scale) * 2), a), h) * scale
-
-
-def closures_in_a_chain(net: Net, h: Tensor, run: Run) -> Tensor:
-    """What one region takes from around, another gave, which took from around in its turn."""
-    first = net.linear[2](h).tanh()
-    second = run(lambda a: net.linear[0](a) * first, h)
-    third = run(lambda a: net.linear[1](a) * second + first, h)
-    return run(lambda a: net.linear[3](a) * third * second, h) + first
-
-
-def closures_inside(net: Net, h: Tensor, run: Run) -> Tensor:
-    """A region in a region, that takes from both around it."""
-    first = net.linear[2](h).tanh()
-
-    def body(a: Tensor) -> Tensor:
-        here = net.linear[1](a).tanh()
-        return run(lambda b: net.linear[0](b) * here * first, net.linear[3](a)) + run(lambda b: b * here, a)
-
-    return run(body, h)
-
-
-def closure_over_a_weight(net: Net, h: Tensor, run: Run) -> Tensor:
-    """Computed from parameters alone, one of which is used inside, too."""
-    w = net.matrix @ net.linear[0].weight
-    return run(lambda a: F.linear(a @ net.matrix, w), h) + run(lambda a: F.linear(a, w.tanh()), h)
+    return run(lambda a: net.linear[0](a) * scale.detach(), h) * scale
 
 
 FAST = [
     one, one_linear, several_and_between, around_and_inside, branches, called_twice, tied, several_tensors,
-    tensors_in_a_list, an_output_unused, the_same_output_twice, an_input_unused, an_input_given_twice, identity,
-    detached_inside,
-    parameters_as_inputs, weights_from_a_region, merged_weight, many_kinds, other_places, reordered, loop_over_samples,
+    an_output_unused, the_same_output_twice, an_input_unused, an_input_given_twice, identity, detached_inside,
+    closure_of_an_unused_output, closure_that_is_detached, parameters_as_inputs, weights_from_a_region, merged_weight,
+    many_kinds, other_places, reordered, loop_over_samples,
     in_place, nested, nested_three_deep, nested_at_once, dropout, nested_dropout, sequential, tensor_hooks,
-    closure, closure_also_outside, closures_alone, closures_over_one_another, closures_in_a_chain, closures_inside,
-    closure_over_a_weight,
 ]  # fmt: skip
 
 

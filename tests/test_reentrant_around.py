@@ -226,8 +226,8 @@ def test_custom_functions_inside_are_not_vouched_for() -> None:
     from tests.case_library.functions import OwnLinear
 
     model, x = made()
-    body = lambda h: OwnLinear.apply(h, model.blocks[0].weight, model.blocks[0].bias)  # noqa: E731
-    losses = square(reentrant(body, F.pad(x, (0, 1)).requires_grad_()))
+    body = lambda h, b: OwnLinear.apply(h, model.blocks[0].weight, b)  # noqa: E731
+    losses = square(reentrant(body, F.pad(x, (0, 1)), model.blocks[0].bias))
     with pytest.raises(ps.InteractionError, match="cannot see inside custom OwnLinear"):
         ps.grad(losses, model, independent=True)
 
@@ -335,18 +335,11 @@ def test_a_loop_whose_regions_change() -> None:
 def test_in_another_thread() -> None:
     """Numbers that PyTorch gives to nodes are counted per thread."""
     model, x = made()
-
-    def losses() -> Tensor:
-        h = model.first(x)
-        scale = h.tanh()
-        return square(model.run(lambda a: model.body(model.blocks[0], a) * scale, h) * scale)
-
-    graph, got = losses(), list[dict[str, Tensor]]()
+    graph, got = square(model(x)), list[dict[str, Tensor]]()
     thread = Thread(target=lambda: got.append(ps.grad(graph, model)))
     thread.start()
     thread.join()
-    model.run = lambda fn, *args: fn(*args)
-    assert_same(got[0], definition(losses(), model))
+    assert_same(got[0], wanted(model, x))
 
 
 def test_tensors_of_another_region_are_refused() -> None:
@@ -360,7 +353,7 @@ def test_tensors_of_another_region_are_refused() -> None:
 
     h = reentrant(lambda h: model.blocks[1](h) + kept["h"], model.first(x))
     with pytest.raises(
-        ps.UnsupportedError, match="another one computed, without being given it: pass it as an argument"
+        ps.UnsupportedError, match=r"a result of Addmm of shape \(5, 4\) without being given it: pass it as an argument"
     ):
         ps.grad(square(reentrant(keep, h)), model)
 
@@ -383,6 +376,30 @@ def test_a_function_that_does_something_else_is_refused() -> None:
     with pytest.raises(
         ps.UnsupportedError, match=r"shapes \[\(5, 4\)\] in the forward pass, and 1 of shapes \[\(5, 2\)\]"
     ):
+        ps.grad(losses, model)
+
+
+def test_a_function_without_gradients_is_refused() -> None:
+    """As by PyTorch's own backward: what is not to have gradients, and what has lost them, look the same."""
+    model, x = made()
+    losses = square(model.blocks[0](reentrant(lambda h: h.detach() * 2, model.first(x))))
+    with pytest.raises(RuntimeError, match="none of output has requires_grad=True"):
+        losses.sum().backward(retain_graph=True)
+    with pytest.raises(ps.UnsupportedError, match=r"of shapes \[\(5, 4\)\], has a gradient.*without a checkpoint"):
+        ps.grad(losses, model)
+
+
+def test_a_function_that_saves_something_else_is_refused() -> None:
+    """Which its results do not show."""
+    model, x = made()
+    runs: list[Tensor] = []
+
+    def body(h: Tensor) -> Tensor:
+        runs.append(h)
+        return model.blocks[0](h) if len(runs) < 3 else model.blocks[0](h.sin()).exp().tanh()
+
+    losses = square(reentrant(body, model.first(x)))
+    with pytest.raises(ps.UnsupportedError, match=r"did something else when it was run again.*the same every time"):
         ps.grad(losses, model)
 
 

@@ -213,8 +213,10 @@ def _stacks(site: Site, batch: int) -> list[list[Tensor | None]]:
 
 
 def _rows(stacks: Sequence[Tensor | None], batch: int) -> list[Row]:
-    # Clones, because some backwards of PyTorch's read a cotangent from the start of its memory (AsStridedScatter).
-    return [[None if s is None else s[i].clone() for s in stacks] for i in range(batch)]
+    # With memory of their own: the backward of as_strided_scatter reads from the start of it.
+    return [
+        [None if s is None else s[i].clone(memory_format=torch.contiguous_format) for s in stacks] for i in range(batch)
+    ]
 
 
 def _layout(shape: tuple[int, ...], nr: int) -> Layout:

@@ -80,7 +80,10 @@ def test_a_region_shows_what_it_hides() -> None:
     a = w(3)
     given = a.sin()
     y, _, _ = checkpoint(lambda a: (a.exp() * 2, "text", a), given, use_reentrant=True)
-    region = open_region(y.grad_fn, ())
+    assert y.grad_fn is not None
+    regions = Regions([y.grad_fn])
+    regions.resolve(y.grad_fn, 0)
+    region = regions.opened[y.grad_fn]
     assert [slot and type(slot[0]).__name__ for slot in region.outputs] == ["MulBackward0", None, "ViewBackward0"]
     assert {type(node).__name__ for node in region.own} >= {"MulBackward0", "ExpBackward0"}
     assert [slot and slot[0] for slot in region.inputs] == list(region.leaves)
@@ -101,5 +104,19 @@ def test_edges_lead_through_regions() -> None:
     (view, _), *_ = regions.below(inner)
     assert view is not None
     assert regions.below(view) == ((given.grad_fn, 0),)
-    assert regions.owner(inner) is regions.opened[y.grad_fn]  # type: ignore[index]
-    assert regions.owner(top) is None
+    assert regions.owners[inner] is regions.opened[y.grad_fn]  # type: ignore[index]
+    assert top not in regions.owners
+    assert regions.taken == []
+
+
+def test_tensors_that_a_region_was_not_given_are_its_end() -> None:
+    given, around = w(3).sin(), w(3).cos()
+    y = checkpoint(lambda a: a.exp() * around, given, use_reentrant=True)
+    assert y.grad_fn is not None
+    regions = Regions([y.grad_fn])
+    product, _ = regions.resolve(y.grad_fn, 0)
+    assert product is not None
+    (exp, _), nothing = regions.below(product)
+    assert type(exp).__name__ == "ExpBackward0"
+    assert nothing == (None, 0)
+    assert regions.taken == [(around.grad_fn, 0)]

@@ -27,7 +27,6 @@ from .layout import Layout, labels
 from .library import unspent
 from .plan import Plan, Route
 from .pullback import lifted, pull
-from .regions import Starts
 from .registry import or_else
 from .roots import Roots
 from .rules import RULES, Use, by_probe
@@ -73,7 +72,6 @@ class Capture:
         """Run the backward; the sink has got every factor when it returns."""
         for bundle in self.plan.bundles:
             self._rely_on([t for kept in bundle.kept for t in kept.values()])
-        besides = self.roots.settle([*self.plan.requested, *self.plain])  # before anything is hooked
         gathered = [Gathering(bundle.nodes, bundle.watch) for bundle in self.plan.bundles]
         handles = [node.register_prehook(partial(self._consume, node)) for node in self.plan.hooked]
         births = Births(self.plan.sources)
@@ -81,7 +79,7 @@ class Capture:
         for gathering in gathered:
             handles += gathering.hook()
         try:
-            cotangents = self._backward(retain_graph, besides)
+            cotangents = self._backward(retain_graph)
         finally:
             for handle in handles:
                 handle.remove()
@@ -113,12 +111,12 @@ class Capture:
             for k, factor in bundle.factors(self.map.sites, cotangents).items():
                 self._deliver_parts([bundle.routes[k][i][1] for i in cotangents], factor)
 
-    def _backward(self, retain_graph: bool, besides: Starts) -> dict[Slot, Tensor]:
+    def _backward(self, retain_graph: bool) -> dict[Slot, Tensor]:
         requested = self.plan.requested
         if not requested and not self.plain:
             return {}
         with unspent(self.tape.order if retain_graph else ()):
-            grads = self.roots.backward([*requested, *self.plain], retain_graph=retain_graph, besides=besides)
+            grads = self.roots.backward([*requested, *self.plain], retain_graph=retain_graph)
         self.gradients = grads[len(requested) :]
         return {slot: g for slot, g in zip(requested, grads, strict=False) if g is not None}
 

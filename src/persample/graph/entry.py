@@ -152,6 +152,7 @@ def planned(
 
 def whole_graph(roots: Roots, found: Plan) -> tuple[Tape, Map]:
     """All of a graph, and where samples lie in it; leaves nobody asked for may be data, if they are no parameters."""
+    roots.regions.refuse_taken()
     if not found.tape.others:
         return found.tape, found.map
     others = {node: leaf_of(node) for node in found.tape.others}

@@ -26,7 +26,7 @@ from .saved import (
     scratch_restored,
     unpacked_often,
 )
-from .tape import Slot
+from .tape import Slot, op_name
 
 T = TypeVar("T")
 
@@ -99,7 +99,7 @@ def _call(node: Node, cotangents: Cotangents, edges: Sequence[Slot | None]) -> O
         if is_custom(node):
             return _call_python(node, cotangents, len(edges))
         try:
-            result = node(*[None if g is None else _at_the_start(g) for g in cotangents])  # type: ignore[operator]
+            result = node(*[None if g is None else _as_given(node, g) for g in cotangents])  # type: ignore[operator]
         except CheckpointError as error:
             if type(node).__name__ != "CopySlices":  # which hides the op that changed a view, and what that has saved
                 raise
@@ -107,7 +107,22 @@ def _call(node: Node, cotangents: Cotangents, edges: Sequence[Slot | None]) -> O
                 "a checkpointed function changes a view of weights in place (nn.ReLU(inplace=True) after a reshape), "
                 "which can be run backwards once only: use the op that returns a new tensor, or no checkpoint"
             ) from error
+        except RuntimeError as error:
+            if type(error) is not RuntimeError or any(words in str(error) for words in _TOLD_BY_PYTORCH):
+                raise
+            raise UnsupportedError(
+                f"the backward of {op_name(node)} (results of shape {[tuple(m.shape) for m in metadata(node)]}) fails "
+                f"when it is called by itself, for the gradients of all its operands. PyTorch says: {error}"
+            ) from error
     return [result] if isinstance(result, Tensor) or result is None else list(result)
+
+
+# A freed graph, and a saved tensor that was changed: the user's to mend, and known by these words.
+_TOLD_BY_PYTORCH = ("second time", "modified by an inplace operation")
+
+
+def _as_given(node: Node, g: Tensor) -> Tensor:
+    return _at_the_start(g).clone() if is_opaque(node) else _at_the_start(g)  # a custom Function may write to it
 
 
 def _at_the_start(g: Tensor) -> Tensor:
@@ -123,9 +138,12 @@ def _at_the_start(g: Tensor) -> Tensor:
 
 
 def _call_python(node: Any, cotangents: Cotangents, count: int) -> Outputs:
-    """A Python node returns one value per forward argument; its edges are the tensor arguments that need one."""
+    """A Python node returns one value per forward argument; its edges are the tensor arguments that need one.
+
+    It may write to its cotangents, which are copied, as rows of others may lie in the same memory.
+    """
     filled = [
-        torch.zeros(m.shape, dtype=m.dtype, device=m.device) if g is None else g
+        torch.zeros(m.shape, dtype=m.dtype, device=m.device) if g is None else g.clone()
         for g, m in zip(cotangents, metadata(node), strict=True)
     ]
     result = node.apply(*filled)

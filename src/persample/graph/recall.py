@@ -103,6 +103,8 @@ def outline(
                 key += [tuple(about.shape) for about in metadata(node)]
             except RuntimeError:  # nested tensors have none; planning says so
                 return None
+    if any(region.outside for region in regions.opened.values()):
+        return None  # to be looked at, and refused perhaps
     wanted = tuple([(numbers.get(node), nr) for node, nr in plain])
     facts = frozenset([(numbers.get(node), nr, layout) for (node, nr), layout in known.items()])
     return Outline(nodes, leaves, (tuple(key), wanted, facts, terms))

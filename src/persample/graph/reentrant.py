@@ -11,7 +11,7 @@ and behaviours used here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.utils.checkpoint import CheckpointFunction, checkpoint, set_device_states
+from torch.utils.checkpoint import CheckpointError, CheckpointFunction, checkpoint, set_device_states
 
 from .._errors import UnsupportedError
 from .saved import born, in_checkpoint, in_own_task, let_go, metadata
@@ -39,31 +39,16 @@ def is_reentrant(node: Node | None) -> bool:
 class Region:
     """What a reentrant checkpoint hides."""
 
-    node: Node
-    outputs: tuple[Slot | None, ...]  # per cotangent of the node; None where no gradient flows
-    inputs: tuple[Slot | None, ...]  # per edge of the node: the leaf inside that stands for the tensor there
+    outputs: tuple[Slot | None, ...]  # per cotangent of the checkpoint's node; None where no gradient flows
+    inputs: tuple[Slot | None, ...]  # per edge of that node: the leaf inside that stands for the tensor there
     start: int  # a number smaller than those of its nodes, and larger than those of all that this thread made before
-    others: Container[Node]  # nodes that were there before
     own: set[Node] = field(default_factory=set)  # the nodes inside, other than leaves
     leaves: set[Node] = field(default_factory=set)  # those that it leads to
-    outside: set[Slot] = field(default_factory=set)  # of tensors that its function did not get as arguments
-
-    def follow(self, slots: Iterable[Slot]) -> None:
-        """Enter what lies below these slots of the region."""
-        stack = list(slots)
-        while stack:
-            node, nr = stack.pop()
-            if not node.next_functions and type(node).__name__ == "AccumulateGrad":
-                self.leaves.add(node)
-            elif born(node) < self.start or node in self.others:
-                self.outside.add((node, nr))
-            elif node not in self.own:
-                self.own.add(node)
-                stack += [(child, at) for child, at in node.next_functions if child is not None]
+    outside: set[Node] = field(default_factory=set)  # of computed tensors that its function uses without being given
 
 
-def open_region(node: Any, others: Collection[Node]) -> Region:
-    """Run a region again, and record it; ``others`` are the nodes of the graph that the checkpoint stands in."""
+def open_region(node: Any, others: Iterable[Node]) -> Region:
+    """Run a region again, and record it; ``others`` are the nodes around the checkpoint."""
     given, leaves = list(_kept(node, "inputs")), []
     edges = [child for child, _ in node.next_functions]
     for at, t, below in zip(_kept(node, "tensor_indices"), _tensors(node, others), edges, strict=True):
@@ -79,9 +64,7 @@ def open_region(node: Any, others: Collection[Node]) -> Region:
     live = [isinstance(t, Tensor) and t.requires_grad for t in outputs]
     slots = tuple(_slot(t) if flows else None for t, flows in zip(outputs, live, strict=True))
     inputs = tuple(_slot(t) if t.requires_grad else None for t in leaves)
-    region = Region(node, slots, inputs, start, others)
-    region.follow(slot for slot in slots if slot is not None)
-    return region
+    return Region(slots, inputs, start)
 
 
 def _on_views(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -120,8 +103,21 @@ def _tensors(node: Any, others: Iterable[Node]) -> Sequence[Tensor]:
         for other in others:
             let_go(other)
 
-    in_own_task(read)
+    with same_again():
+        in_own_task(read)
     return found
+
+
+@contextmanager
+def same_again() -> Iterator[None]:
+    """PyTorch finds out when a region is not run as it was recorded; it is told in terms of the user's checkpoint."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise UnsupportedError(
+            "the function of a reentrant checkpoint did something else when it was run again: let it do the same every "
+            "time, and change or return nothing that it was not given"
+        ) from error
 
 
 @contextmanager
@@ -161,6 +157,11 @@ def _check_outputs(node: Node, outputs: Sequence[Any]) -> None:
         raise UnsupportedError(
             f"the function of a reentrant checkpoint returned {len(then)} results of shapes {then} in the forward "
             f"pass, and {len(outputs)} of shapes {now} when it was run again: let it do the same every time"
+        )
+    if not any(isinstance(t, Tensor) and t.requires_grad for t in outputs):  # PyTorch's backward fails there, too
+        raise UnsupportedError(
+            f"no result of the function of a reentrant checkpoint, of shapes {then}, has a gradient when it is run "
+            f"again: call the function without a checkpoint, and return clones of tensors that it was not given"
         )
 
 

@@ -4,8 +4,9 @@ An edge to a checkpoint's node leads on to the region that it stands for, and th
 the checkpoint was given. The engine knows nothing of that: it runs the outer graph, and where it comes to the node of a
 checkpoint, the region is run in its place. So cotangents are summed, and regions let go, as in an ordinary backward.
 
-What the engine cannot know is that a function uses a tensor around it which it was not given. What comes to such a
-tensor from a region is found in a run before, and given to the run proper to start from, beside the losses.
+A function may use a computed tensor around it that it was not given. The engine does not know of such an edge either,
+and would come to the tensor before all of its cotangent is there: the way ends at it, and whoever asks for something
+beyond is refused.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from .._errors import UnsupportedError
-from .reentrant import Outputs, Region, is_reentrant, open_region, run_instead
-from .saved import born
-from .tape import Slot, leading_to
+from .reentrant import Outputs, Region, is_reentrant, open_region, run_instead, same_again
+from .saved import born, metadata
+from .tape import Below, Slot, edges_of, is_leaf, leading_to, leaf_of, op_name
 
 Starts = Sequence[tuple[Slot, Tensor]]  # where a backward starts, and the cotangents there
 
@@ -34,7 +35,9 @@ class Regions:
         self.roots = roots
         self.outer: set[Node] = set()  # the nodes of the graph itself, read when the first region is opened
         self.opened: dict[Node, Region] = {}
-        self.entries: dict[Node, Slot | None] = {}  # leaves inside -> where the graph goes on outside
+        self.owners: dict[Node, Region] = {}  # nodes inside -> the region they lie in
+        self.entries: dict[Node, tuple[Node, int]] = {}  # leaves inside -> the checkpoint, and which of its edges
+        self.taken: list[Slot] = []  # tensors that were come upon in regions which were not given them
 
     def resolve(self, node: Node | None, nr: int) -> tuple[Node | None, int]:
         """Where an edge leads to, past the borders of regions."""
@@ -43,7 +46,7 @@ class Regions:
             if is_reentrant(node):
                 slot = self._open(node).outputs[nr]
             elif node in self.entries:
-                slot = self.entries[node]
+                slot = self._edge(*self.entries[node])
             else:
                 break
             node, nr = slot or (None, 0)
@@ -51,163 +54,138 @@ class Regions:
 
     def below(self, node: Node) -> tuple[tuple[Node | None, int], ...]:
         """Where a node's edges lead to."""
-        return tuple([self.resolve(child, nr) for child, nr in node.next_functions])
+        edges = node.next_functions
+        if node in self.owners:
+            edges = tuple([self._edge(node, k) or (None, 0) for k in range(len(edges))])
+        return tuple([self.resolve(child, nr) for child, nr in edges])
+
+    def _edge(self, node: Node, k: int) -> Slot | None:
+        """Where an edge leads to in the piece that its node lies in; nowhere, if it leads out of a region."""
+        child, nr = node.next_functions[k]
+        if child is None:
+            return None
+        region = self.owners.get(node)
+        if region is None or child not in region.outside:
+            return child, nr
+        self.taken += [] if (child, nr) in self.taken else [(child, nr)]
+        return None
 
     def _open(self, node: Node) -> Region:
         region = self.opened.get(node)
         if region is None:
-            self.outer = self.outer or set(_reached(self.roots))
-            outer = self.owner(node)
-            region = open_region(node, self.outer if outer is None else self.outer | outer.own)
-            self.opened[node] = region
-            for entry, (child, nr) in zip(region.inputs, node.next_functions, strict=True):
+            self.outer = self.outer or _reached(self.roots)
+            owner = self.owners.get(node)
+            region = self.opened[node] = open_region(node, self.outer if owner is None else owner.own)
+            for k, entry in enumerate(region.inputs):
                 if entry is not None:
-                    self.entries[entry[0]] = None if child is None else (child, nr)
-            if outer is not None:  # of which this one may use what nothing else there does
-                outer.follow(slot for slot in region.outside if born(slot[0]) > outer.start)
-            self._refuse_strangers(region)
+                    self.entries[entry[0]] = node, k
+            self._enter(region)
         return region
 
-    def _refuse_strangers(self, region: Region) -> None:
-        """What a region takes from around may be the outer graph's, or of the regions that it lies in."""
-        around = {id(one) for one in self._around(region.node)}
-        for node, _ in region.outside:
-            owner = self.owner(node)
-            if owner is self.owner(region.node) and born(node) >= born(region.node):
+    def _enter(self, region: Region) -> None:
+        """Find the nodes of a region, below its outputs: those that were not there before."""
+        stack = [slot[0] for slot in region.outputs if slot is not None]
+        ends = set(stack)
+        while stack:
+            node = stack.pop()
+            if is_leaf(node):
+                region.leaves.add(node)
+            elif born(node) < region.start or node in self.outer or self.owners.get(node, region) is not region:
+                region.outside.add(node)
+            elif node not in region.own:
+                region.own.add(node)
+                self.owners[node] = region
+                stack += [child for child, _ in node.next_functions if child is not None]
+        if not ends.isdisjoint(region.outside):
+            raise UnsupportedError(
+                "the function of a reentrant checkpoint returned a tensor that it was not given, and PyTorch takes "
+                "it for its result everywhere from then on: pass it as an argument, or return a clone"
+            )
+
+    def refuse_taken(self, wanted: Iterable[Tensor] | None = None) -> None:
+        """Refuse tensors that a region uses without being given them, if they lead to these leaves, or to any."""
+        ids = None if wanted is None else {id(t) for t in wanted}
+        for node, nr in self.taken:  # which grows
+            inner, _ = self.resolve(node, nr)
+            below = _reached([] if inner is None else [inner], self.below)
+            if ids is None or any(is_leaf(one) and id(leaf_of(one)) in ids for one in below):
                 raise UnsupportedError(
-                    "the function of a reentrant checkpoint returned a tensor that it was not given, and PyTorch takes "
-                    "it for its result everywhere from then on: pass it as an argument, or return a clone"
+                    f"the function of a reentrant checkpoint uses a result of {op_name(inner or node)} of shape "
+                    f"{tuple(metadata(node)[nr].shape)} without being given it: pass it as an argument, by itself and "
+                    f"not in a list, or use checkpoint(..., use_reentrant=False)"
                 )
-            if owner is not None and id(owner) not in around:
-                raise UnsupportedError(
-                    f"the function of a reentrant checkpoint uses a result of {type(node).__name__} that another one "
-                    f"computed, without being given it: pass it as an argument"
-                )
-
-    def _around(self, node: Node) -> list[Region]:
-        """The regions that a checkpoint stands in, the innermost first."""
-        outer = self.owner(node)
-        return [] if outer is None else [outer, *self._around(outer.node)]
-
-    def settle(self, starts: Starts, slots: Sequence[Slot]) -> Starts:
-        """Where else to start from on the way to ``slots``: tensors that regions use without being given them.
-
-        The regions that were run last come first, as what they use may have come out of the others.
-        """
-        found: list[tuple[Slot, Tensor]] = []
-        regions = [region for region in self.opened.values() if region.outside]
-        needed = self.leading([slot for slot, _ in starts], slots) if regions else set()
-        for region in sorted(regions, key=lambda one: self._when(one.node), reverse=True):
-            wanted = [slot for slot in region.outside if self.resolve(*slot)[0] in needed]
-            run = _Run(self, [*starts, *found], wanted, True, only=region)
-            run.piece(None)
-            found += [(slot, run.found[slot]) for slot in wanted if slot in run.found]
-        return found
-
-    def leading(self, starts: Iterable[Slot], slots: Iterable[Slot]) -> set[Node | None]:
-        """The nodes of these slots, and all between them and the start."""
-        roots, goals = ([self.resolve(*slot)[0] for slot in many] for many in (starts, slots))
-        return {*leading_to([node for node in roots if node is not None], goals, self.below), *goals} - {None}
-
-    def _when(self, node: Node) -> list[int]:
-        """When a checkpoint was run: later ones are larger, and those inside of another are later than that one."""
-        return [*[born(region.node) for region in reversed(self._around(node))], born(node)]
 
     def backward(self, starts: Starts, slots: Sequence[Slot], *, retain_graph: bool) -> tuple[Tensor | None, ...]:
-        """The gradients at ``slots``, inside of regions or outside, from all that ``settle`` has found as well."""
+        """The gradients at ``slots``, inside of regions or outside."""
         run = _Run(self, starts, slots, retain_graph)
         run.piece(None)
         return tuple([run.found.get(slot) for slot in slots])
 
-    def owner(self, node: Node) -> Region | None:
-        """The region that a node lies in."""
-        return next((one for one in self.opened.values() if node in one.own), None)
-
 
 class _Run:
-    """One backward, for all slots; or for those that ``only`` one region leads to without having been given them."""
+    """One backward, over all pieces: the outer graph (None), and the regions that lead to something asked for."""
 
-    def __init__(
-        self,
-        regions: Regions,
-        starts: Starts,
-        slots: Sequence[Slot],
-        retain_graph: bool,
-        only: Region | None = None,
-    ) -> None:
-        self.regions, self.starts, self.retain_graph, self.only = regions, starts, retain_graph, only
+    def __init__(self, regions: Regions, starts: Starts, slots: Sequence[Slot], retain_graph: bool) -> None:
+        self.regions, self.starts, self.retain_graph = regions, starts, retain_graph
         self.slots = list(dict.fromkeys(slots))
-        self.needed = regions.leading([slot for slot, _ in starts], self.slots)
         self.found: dict[Slot, Tensor] = {}
-        self.held: set[Node] = set()  # checkpoints whose own backward is kept from running
+        roots, goals = ([regions.resolve(*slot)[0] for slot in many] for many in ([s for s, _ in starts], slots))
+        self.needed = {*leading_to([node for node in roots if node is not None], goals, regions.below), *goals}
 
     def piece(self, region: Region | None, starts: Starts = ()) -> Outputs:
-        """Run the outer graph, or a region; the gradients of its inputs come back."""
-        starts = [*starts, *[start for start in self.starts if self.regions.owner(start[0][0]) is region]]
-        roots = [node for (node, _), _ in starts]
-        inputs = [] if region is None else self._inputs(region)
-        slots = [*self._slots(region), *[entry for entry in inputs if entry is not None], *self._ways_out(region)]
-        checkpoints = [node for node in _reached(roots) if is_reentrant(node)]
-        live = [node for node in checkpoints if self._is_needed(node) and self.regions.owner(node) is region]
-        passed = leading_to(roots, {node for node, _ in slots} | set(live))
-        last = {node: self._cotangents(node) for node in live if node not in passed}  # the engine goes no further there
+        """Run the outer graph from its starts, or a region; the gradients of a region's inputs come back."""
+        starts = self.starts if region is None else starts
+        asked, inputs = self._asked(region), self._inputs(region)
+        slots = [*asked, *[entry for entry in inputs if entry is not None]]
+        checkpoints = [node for node in self._nodes(region) if is_reentrant(node)]
+        live = [node for node in checkpoints if self._is_needed(node)]
+        passed = leading_to([node for (node, _), _ in starts], {node for node, _ in slots} | set(live))
+        # Where the engine is to go no further, it hands over the cotangents, and the region is run after.
+        last = {node: self._cotangents(node) for node in live if node not in passed}
         with ExitStack() as stack:
             for node in checkpoints:
-                if node not in self.held:  # by the graph around this piece
-                    self.held.add(node)
-                    stack.callback(self.held.discard, node)
-                    stack.enter_context(run_instead(node, partial(self._through, node)))
-            for node in self._borders(region):
-                stack.callback(node.register_prehook(lambda grads: (None,) * len(grads)).remove)
-            keep = self.retain_graph or bool(self._borders(region))
-            got = _grad(starts, [*slots, *chain(*last.values())], retain_graph=keep)
+                stack.enter_context(run_instead(node, partial(self._through, node)))
+            got = _grad(starts, [*slots, *chain(*last.values())], retain_graph=self.retain_graph)
             for node, cotangents in last.items():
                 self._through(node, [got.pop(slot) for slot in cotangents])
-        for slot in self._slots(region):
+        for slot in asked:
             self._add(slot, got[slot])
         return [None if entry is None else got[entry] for entry in inputs]
 
     def _through(self, node: Node, grads: Outputs) -> Outputs:
         """A region in the place of its checkpoint's node."""
-        region = self.regions.opened.get(node)
         nothing: Outputs = [None] * len(node.next_functions)
-        if region is None or not self._is_needed(node) or (self.only is not None and node in dict(self.slots)):
+        if not self._is_needed(node):
             return nothing
+        region = self.regions.opened[node]
         given = [(s, g) for s, g in zip(region.outputs, grads, strict=True) if s is not None and g is not None]
-        return self.piece(region, given) if given else nothing
+        with same_again():
+            return self.piece(region, given) if given else nothing
 
     def _is_needed(self, node: Node) -> bool:
-        """Is something asked for in a region, or below it?"""
+        """Is something asked for in a region, or below it? One that was not opened leads nowhere."""
         region = self.regions.opened.get(node)
         slots = () if region is None else [self.regions.resolve(*slot) for slot in region.outputs if slot is not None]
         return any(below in self.needed for below, _ in slots)
 
+    def _nodes(self, region: Region | None) -> set[Node]:
+        return self.regions.outer if region is None else region.own
+
     def _cotangents(self, node: Node) -> list[Slot]:
         return [(node, nr) for nr in range(len(self.regions.opened[node].outputs))]
 
-    def _inputs(self, region: Region) -> list[Slot | None]:
-        """The leaves inside, of which the gradients are needed outside."""
-        used = [entry if entry is not None and entry[0] in region.leaves else None for entry in region.inputs]
-        return [None if e is None or self.regions.resolve(*e)[0] not in self.needed else e for e in used]
-
-    def _slots(self, region: Region | None) -> list[Slot]:
-        """What is asked for in this piece; the gradients of leaves are summed over pieces."""
-        if self.only is not None:
-            # A node that is asked for its cotangent and leads to nothing more would call the hooks on its tensor first.
-            below = [(child, nr) for node, _ in self.slots for child, nr in node.next_functions if child is not None]
-            return list(dict.fromkeys([*self.slots, *below])) if region is self.only else []
+    def _asked(self, region: Region | None) -> list[Slot]:
+        """What is asked for in this piece; a leaf may be in several, which are summed."""
         if region is None:
-            return [slot for slot in self.slots if self.regions.owner(slot[0]) is None]
+            return [slot for slot in self.slots if slot[0] not in self.regions.owners]
         return [slot for slot in self.slots if slot[0] in region.own or slot[0] in region.leaves]
 
-    def _ways_out(self, region: Region | None) -> list[Slot]:
-        """Tensors outside that a region was not given: it is run as far as these, as somebody may wait on the way."""
-        outside = () if region is None or self.only is not None else region.outside
-        return [slot for slot in outside if self.regions.resolve(*slot)[0] in self.needed]
-
-    def _borders(self, region: Region | None) -> set[Node]:
-        """Nodes outside that a region leads to, which are not to run with it: their turn is in the outer graph."""
-        return set() if region is None else {node for node, _ in region.outside}
+    def _inputs(self, region: Region | None) -> list[Slot | None]:
+        """The leaves inside, of which the gradients are needed outside."""
+        if region is None:
+            return []
+        used = [entry if entry is not None and entry[0] in region.leaves else None for entry in region.inputs]
+        return [None if e is None or self.regions.resolve(*e)[0] not in self.needed else e for e in used]
 
     def _add(self, slot: Slot, g: Tensor | None) -> None:
         if g is not None:
@@ -225,12 +203,13 @@ def _grad(starts: Starts, slots: Iterable[Slot], *, retain_graph: bool) -> dict[
     return dict(zip(asked, found, strict=True))
 
 
-def _reached(roots: Sequence[Node]) -> list[Node]:
-    """All nodes below these, and themselves, as the engine sees them."""
-    found = dict.fromkeys(roots)
-    for node in (stack := list(found)):  # which grows
-        for child, _ in node.next_functions:
+def _reached(roots: Iterable[Node], below: Below = edges_of) -> set[Node]:
+    """All nodes below these, and themselves."""
+    stack = list(roots)
+    found = set(stack)
+    while stack:
+        for child, _ in below(stack.pop()):
             if child is not None and child not in found:
-                found[child] = None
+                found.add(child)
                 stack.append(child)
-    return list(found)
+    return found

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from .layout import Block, Layout
-from .regions import Regions, Starts
+from .regions import Regions
 from .saved import metadata
 from .tape import Slot, Tape, walk
 
@@ -60,20 +60,20 @@ class Roots:
 
     def walk(self, params: Iterable[Tensor]) -> Tape:
         """The graph from here to these leaves."""
-        return walk(self.nodes, params, self.regions.below)
+        params = list(params)
+        tape = walk(self.nodes, params, self.regions.below)
+        self.regions.refuse_taken(params)
+        return tape
 
-    def settle(self, inputs: Sequence[Slot]) -> Starts:
-        """Where a backward to ``inputs`` has to start from besides, which may take others to find out."""
-        return self._settle(self._given(), inputs) if self.regions.opened else ()
-
-    def backward(
-        self, inputs: Sequence[Slot], *, retain_graph: bool, besides: Starts | None = None
-    ) -> tuple[Tensor | None, ...]:
-        """The gradients of the whole batch at ``inputs``; ``besides`` is what `settle` has found."""
+    def backward(self, inputs: Sequence[Slot], *, retain_graph: bool) -> tuple[Tensor | None, ...]:
+        """The gradients of the whole batch at ``inputs``."""
         if self.losses is None or self.regions.opened:
-            return self.pull(self._given(), inputs, retain_graph=retain_graph, besides=besides)
+            given = self.cotangents if self.losses is None else [torch.ones_like(self.losses)]
+            return self.pull(given, inputs, retain_graph=retain_graph)
         with torch.enable_grad():
-            total = self.losses.sum()  # a cotangent of ones, without the imports that a given one costs once
+            # A cotangent of ones, in memory of its own as the definition's is, which a custom Function may write to;
+            # and without the imports that a given one costs once.
+            total = self.losses.dot(torch.ones_like(self.losses))
         return torch.autograd.grad(total, _edges(inputs), retain_graph=retain_graph, allow_unused=True)
 
     def passing(
@@ -95,27 +95,15 @@ class Roots:
         return found
 
     def pull(
-        self,
-        cotangents: Sequence[Tensor],
-        inputs: Sequence[Slot],
-        *,
-        retain_graph: bool,
-        besides: Starts | None = None,
+        self, cotangents: Sequence[Tensor], inputs: Sequence[Slot], *, retain_graph: bool
     ) -> tuple[Tensor | None, ...]:
         """The same from other cotangents."""
         if self.regions.opened:
-            also = self._settle(cotangents, inputs) if besides is None else besides
-            starts = [*zip(self.slots, cotangents, strict=True), *also]
+            starts = list(zip(self.slots, cotangents, strict=True))
             return self.regions.backward(starts, inputs, retain_graph=retain_graph)
         return torch.autograd.grad(
             _edges(self.slots), _edges(inputs), cotangents, retain_graph=retain_graph, allow_unused=True
         )
-
-    def _given(self) -> Sequence[Tensor]:
-        return self.cotangents if self.losses is None else [torch.ones_like(self.losses)]
-
-    def _settle(self, cotangents: Sequence[Tensor], inputs: Sequence[Slot]) -> Starts:
-        return self.regions.settle(list(zip(self.slots, cotangents, strict=True)), inputs)
 
 
 def slot_of(tensor: Tensor) -> Slot:

@@ -113,12 +113,6 @@ def is_custom(node: object) -> TypeGuard[BackwardCFunction]:
     return isinstance(node, BackwardCFunction)
 
 
-def is_checkpoint(node: object) -> bool:
-    """A reentrant checkpoint, PyTorch's or one that another library made after it: it keeps the hidden function."""
-    named = type(node).__name__ == "CheckpointFunctionBackward" and is_custom(node)
-    return named and (is_torchs(node, "CheckpointFunction") or hasattr(node, "run_function"))
-
-
 def is_torchs(node: object, *names: str) -> TypeGuard[BackwardCFunction]:
     """A node of one of PyTorch's own Functions of these names, and not of a user's that is called the same."""
     return (
