@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -58,6 +58,42 @@ class _Backward:
     receiver: Receiver
     keep: bool  # the graph
     plain: Sequence[Tensor]  # inputs whose ordinary gradients are wanted
+
+
+@dataclass
+class _Tried:
+    """Readings that were refused, and why."""
+
+    moved: dict[str, None] = field(default_factory=dict)  # functions that put samples elsewhere
+    expected: InteractionError | None = None  # of readings with every batch where it would be
+    returned: InteractionError | None = None  # of other readings of the results
+    unlikely: InteractionError | None = None  # of all others
+    unproven: bool = False  # was there a reading that lacks evidence, and nothing else?
+
+    def disagrees(self, reading: Reading, error: Disagreement) -> None:
+        """What is known contradicts this reading, or does not confirm it."""
+        self.moved.update({error.op: None} if error.op and all(reading.promised) else {})
+        self.unproven = self.unproven or error.unproven
+
+    def interacts(self, reading: Reading, error: InteractionError, wrong: Disagreement | None) -> None:
+        """Samples meet, unless the reading is ``wrong``."""
+        if wrong is not None:
+            self.disagrees(reading, wrong)
+        elif reading.usual:
+            self.expected = self.expected or error
+        elif reading.returned:
+            self.returned = self.returned or error
+        else:
+            self.unlikely = self.unlikely or error
+
+    def certain(self) -> tuple[str, ...]:
+        """The ops in which samples meet, if that is beyond doubt."""
+        found = self.expected or (None if self.unproven else self.returned)
+        return found.ops if found else ()
+
+    def likeliest(self) -> tuple[str, ...]:
+        """The ops in which samples meet, or that put them elsewhere, after all has been tried."""
+        return self.unlikely.ops if self.unlikely else tuple(self.moved)
 
 
 @dataclass
@@ -111,27 +147,22 @@ class Recording:
         tape = self.tape or walk([slot_of(y)[0] for y in asked.outputs], [*self.leaves.values(), *self.inputs])
         tape.data = {slot_of(x)[0] for x in self.inputs}
         self._settle(tape)
+        tried = _Tried()
         try:
-            moved: dict[str, None] = {}
-            unlikely: InteractionError | None = None
             for readings in self.samples.readings(asked.outputs, asked.cotangents, tape):
-                meeting: InteractionError | None = None
                 for reading in readings:
                     try:
                         return self._capture(reading, asked, tape)
                     except Disagreement as error:
-                        moved.update({error.op: None} if error.op and all(reading.promised) else {})
+                        tried.disagrees(reading, error)
                     except InteractionError as error:
-                        meeting = meeting or (error if reading.likely else None)
-                        unlikely = unlikely or error
-                if meeting is not None:
-                    raise self._interaction(meeting.ops)
+                        tried.interacts(reading, error, self._contradiction(reading, tape))
+                if ops := tried.certain():
+                    raise self._interaction(ops)
         except UnknownBatch as error:
             raise UnknownBatch(f"{self.what}: {error}") from error
-        if unlikely is not None:
-            raise self._interaction(unlikely.ops)
-        if moved:
-            raise self._interaction(tuple(moved))
+        if ops := tried.likeliest():
+            raise self._interaction(ops)
         raise UnknownBatch(
             f"cannot tell the samples apart in what {self.what} returned, of shapes "
             f"{[tuple(y.shape) for y in asked.outputs]}: expected dim {self.samples.dim} to be the batch of "
@@ -158,6 +189,15 @@ class Recording:
             plain=[slot_of(x) for x in asked.plain],
             tape=self.tape if set(reading.roots.slots) == {slot_of(y) for y in self.outputs} else None,
         )
+
+    def _contradiction(self, reading: Reading, tape: Tape) -> Disagreement | None:
+        """What is known inside may show that it is the reading that is wrong, and not the samples that interact."""
+        tensors = [*self.leaves.values(), *self.inputs]
+        try:
+            self.samples.compare(plan(reading.roots, tensors, data=tape.data))
+        except Disagreement as error:
+            return error
+        return None
 
     def _settle(self, tape: Tape) -> None:
         """Find out where data carry their samples, and refuse functions of data in which they meet."""

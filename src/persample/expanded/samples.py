@@ -37,11 +37,14 @@ class UnknownBatch(UnsupportedError):
 
 
 class Disagreement(Exception):
-    """A reading of the results contradicts what is known inside; ``op`` is the function that moved samples, if any."""
+    """A reading of the results contradicts what is known inside; ``op`` is the function that moved samples, if any.
 
-    def __init__(self, op: str | None = None) -> None:
+    ``unproven`` if nothing contradicts it, but nothing confirms it either.
+    """
+
+    def __init__(self, op: str | None = None, unproven: bool = False) -> None:
         super().__init__(op)
-        self.op = op
+        self.op, self.unproven = op, unproven
 
 
 class Verdict(NamedTuple):
@@ -65,7 +68,8 @@ class Reading:
 
     roots: Roots
     promised: Sequence[bool]  # of every root
-    likely: bool  # is every batch where it would be expected? Then what contradicts it are the samples, not the reading
+    usual: bool  # is every batch where it would be expected?
+    returned: bool  # does it start from the results themselves?
 
 
 @dataclass(slots=True)
@@ -163,7 +167,7 @@ class Samples:
                 for (slot, _, shape), u, r in zip(places, usual, returned, strict=True)
             ]
             roots = Roots(slots, layouts, self.batch, grads)
-            yield Reading(roots, promised, all(usual) or all(returned))
+            yield Reading(roots, promised, all(usual), all(returned))
 
     def _is_state(self, choices: Sequence[Layout], shape: Shape) -> bool:
         """May this be a recurrent state, (layers, B, features)?"""
@@ -254,19 +258,23 @@ class Samples:
 
         Evidence is needed for what was not promised; with ``follow``, for everything, if the data can give any.
         """
-        agreed: set[Node] = set()
-        for slot, layout in self.evidence().items():
-            state = plan.map.cotangents.get(slot)
-            if state is Flow.MIXED or (
-                isinstance(state, Layout) and join(state, layout, plan.tape.shape(slot)) is None
-            ):
-                raise Disagreement(self.moved[slot].op if slot in self.moved else None)
-            agreed.update([slot[0]] if isinstance(state, Layout) else [])  # what looks like a batch may be shared
+        agreed = self.compare(plan, mixed=False)
         for slot, promised in zip(reading.roots.slots, reading.promised, strict=True):
             needed = not promised or (follow and bool(self.known))
             live = slot[0] in plan.tape.edges and 0 not in plan.tape.shape(slot)
             if needed and live and not plan.tape.reaches(slot[0], agreed.__contains__):
-                raise Disagreement
+                raise Disagreement(unproven=True)
+
+    def compare(self, plan: Plan, mixed: bool = True) -> set[Node]:
+        """The nodes where a reading agrees with what is known; it may say that samples have ``mixed`` there."""
+        agreed: set[Node] = set()
+        for slot, layout in self.evidence().items():
+            state = plan.map.cotangents.get(slot)
+            differs = isinstance(state, Layout) and join(state, layout, plan.tape.shape(slot)) is None
+            if differs or (state is Flow.MIXED and not mixed):
+                raise Disagreement(self.moved[slot].op if slot in self.moved else None)
+            agreed.update([slot[0]] if isinstance(state, Layout) else [])  # what looks like a batch may be shared
+        return agreed
 
 
 def _leads_to(tape: Tape, node: Node, goals: set[Node]) -> bool:
