@@ -21,7 +21,7 @@ from .capture import Capture, PartsSink, Sink
 from .custom import is_known
 from .interaction import interactions
 from .invoke import is_opaque
-from .layout import Layout
+from .layout import Layout, sample_dims
 from .notes import noting
 from .plan import Plan, plan
 from .recall import outline, recall, remember
@@ -155,8 +155,24 @@ def whole_graph(roots: Roots, found: Plan) -> tuple[Tape, Map]:
         return found.tape, found.map
     others = {node: leaf_of(node) for node in found.tape.others}
     tape = roots.walk([*found.tape.leaves.values(), *others.values()])
-    tape.doubtful = {node for node, leaf in others.items() if not isinstance(leaf, torch.nn.Parameter)}
-    return tape, assign(tape, roots)
+    tape.data = {node for node, leaf in others.items() if not isinstance(leaf, torch.nn.Parameter)}
+    there = assign(tape, roots)
+    apart = _leaves_by_sample(tape, there)
+    if len(apart) < len(tape.data):
+        tape.data, tape.doubtful = apart, set(tape.data) - apart
+        tape.weights.clear()
+        there = assign(tape, roots)
+    return tape, there
+
+
+def _leaves_by_sample(tape: Tape, map: Map) -> set[Node]:
+    """Leaves that may be data, and of which an op uses the samples apart: these are."""
+    found = set()
+    for (node, k), fate in map.flows.items():
+        slot = tape.edges[node][k]
+        if slot is not None and slot[0] in tape.data and isinstance(fate, Layout):
+            found.update([slot[0]] if sample_dims(fate, tape.shape(slot)) else [])
+    return found
 
 
 def capture(
