@@ -7,25 +7,28 @@ graph behind it, hands every weight's factor over, and lets the gradients of the
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._errors import InteractionError
+from .._errors import InteractionError, PerformanceWarning
 from ..factors import Dense, combine
 from ..graph.capture import PartsSink, Sink
 from ..graph.entry import Check, capture_from
-from ..graph.plan import plan
+from ..graph.plan import Plan, plan
 from ..graph.roots import Roots, slot_of
 from ..graph.saved import keeps_graph, version, will_run
 from ..graph.tape import Tape, walk
 from .contributions import contributions
 from .samples import Disagreement, Reading, Samples, UnknownBatch
+from .tables import interact_without
+from .tried import Tried
 
 
 class Receiver(NamedTuple):
@@ -58,42 +61,6 @@ class _Backward:
     receiver: Receiver
     keep: bool  # the graph
     plain: Sequence[Tensor]  # inputs whose ordinary gradients are wanted
-
-
-@dataclass
-class _Tried:
-    """Readings that were refused, and why."""
-
-    moved: dict[str, None] = field(default_factory=dict)  # functions that put samples elsewhere
-    expected: InteractionError | None = None  # of readings with every batch where it would be
-    returned: InteractionError | None = None  # of other readings of the results
-    unlikely: InteractionError | None = None  # of all others
-    unproven: bool = False  # was there a reading that lacks evidence, and nothing else?
-
-    def disagrees(self, reading: Reading, error: Disagreement) -> None:
-        """What is known contradicts this reading, or does not confirm it."""
-        self.moved.update({error.op: None} if error.op and all(reading.promised) else {})
-        self.unproven = self.unproven or error.unproven
-
-    def interacts(self, reading: Reading, error: InteractionError, wrong: Disagreement | None) -> None:
-        """Samples meet, unless the reading is ``wrong``."""
-        if wrong is not None:
-            self.disagrees(reading, wrong)
-        elif reading.usual:
-            self.expected = self.expected or error
-        elif reading.returned:
-            self.returned = self.returned or error
-        else:
-            self.unlikely = self.unlikely or error
-
-    def certain(self) -> tuple[str, ...]:
-        """The ops in which samples meet, if that is beyond doubt."""
-        found = self.expected or (None if self.unproven else self.returned)
-        return found.ops if found else ()
-
-    def likeliest(self) -> tuple[str, ...]:
-        """The ops in which samples meet, or that put them elsewhere, after all has been tried."""
-        return self.unlikely.ops if self.unlikely else tuple(self.moved)
 
 
 @dataclass
@@ -147,7 +114,7 @@ class Recording:
         tape = self.tape or walk([slot_of(y)[0] for y in asked.outputs], [*self.leaves.values(), *self.inputs])
         tape.data = {slot_of(x)[0] for x in self.inputs}
         self._settle(tape)
-        tried = _Tried()
+        tried = Tried()
         try:
             for readings in self.samples.readings(asked.outputs, asked.cotangents, tape):
                 for reading in readings:
@@ -156,7 +123,12 @@ class Recording:
                     except Disagreement as error:
                         tried.disagrees(reading, error)
                     except InteractionError as error:
-                        tried.interacts(reading, error, self._contradiction(reading, tape))
+                        wrong = self._contradiction(reading, tape)
+                        if wrong is None and self._is_by_coincidence(reading, tape):
+                            with warnings.catch_warnings():
+                                warnings.filterwarnings("ignore", "samples interact in", PerformanceWarning)
+                                return self._capture(reading, asked, tape, independent=False)
+                        tried.interacts(reading, error, wrong)
                 if ops := tried.certain():
                     raise self._interaction(ops)
         except UnknownBatch as error:
@@ -169,11 +141,12 @@ class Recording:
             f"{self.samples.batch}, as it is in the inputs"
         )
 
-    def _capture(self, reading: Reading, asked: _Backward, tape: Tape) -> tuple[Tensor | None, ...]:
-        """One backward; raises before anything is run if the reading is wrong."""
+    def _capture(
+        self, reading: Reading, asked: _Backward, tape: Tape, independent: bool = True
+    ) -> tuple[Tensor | None, ...]:
+        """One backward; raises before anything is run if the reading is wrong, or samples are not ``independent``."""
         if self.follow:
-            tensors = [*self.leaves.values(), *self.inputs]
-            self.samples.verify(plan(reading.roots, tensors, data=tape.data), reading, follow=True)
+            self.samples.verify(self._plan(reading, tape), reading, follow=True)
         test = partial(self.samples.verify, reading=reading, follow=False)
         check = Check(test, self.samples.evidence(), tuple(reading.promised))
         return capture_from(
@@ -181,7 +154,7 @@ class Recording:
             self.leaves,
             asked.receiver.sink,
             retain_graph=asked.keep,
-            independent=True,
+            independent=independent,
             trust_unseen=True,
             tell_bytes=asked.receiver.tell_bytes,
             sink_parts=asked.receiver.sink_parts,
@@ -190,14 +163,27 @@ class Recording:
             tape=self.tape if set(reading.roots.slots) == {slot_of(y) for y in self.outputs} else None,
         )
 
+    def _plan(self, reading: Reading, tape: Tape) -> Plan:
+        """All that leads to weights or inputs."""
+        return plan(reading.roots, [*self.leaves.values(), *self.inputs], data=tape.data)
+
     def _contradiction(self, reading: Reading, tape: Tape) -> Disagreement | None:
         """What is known inside may show that it is the reading that is wrong, and not the samples that interact."""
-        tensors = [*self.leaves.values(), *self.inputs]
         try:
-            self.samples.compare(plan(reading.roots, tensors, data=tape.data))
+            self.samples.compare(self._plan(reading, tape))
         except Disagreement as error:
             return error
         return None
+
+    def _is_by_coincidence(self, reading: Reading, tape: Tape) -> bool:
+        """Is all that looks like an interaction a table that is as long as the batch? Then rows are exact anyway."""
+        found = self._plan(reading, tape)
+        try:
+            self.samples.verify(found, reading, follow=False)
+        except Disagreement:
+            return False
+        tensors = [*self.leaves.values(), *self.inputs]
+        return not interact_without(self.samples.tables, found.tape, reading.roots, tensors)
 
     def _settle(self, tape: Tape) -> None:
         """Find out where data carry their samples, and refuse functions of data in which they meet."""

@@ -61,6 +61,9 @@ class Data(Protocol):
     def found(self, choices: Callable[[Shape], Sequence[Layout]], known: Collection[Slot]) -> dict[Slot, Verdict]:
         """Results of data and weights, but those of unchanged inputs that are known."""
 
+    def tables(self) -> Sequence[Slot]:
+        """What was computed from weights, and from constants that no input went into."""
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -81,6 +84,7 @@ class Samples:
     known: dict[Slot, Layout] = field(default_factory=dict)
     moved: dict[Slot, Verdict] = field(default_factory=dict)  # data whose samples are in another order, or in many dims
     shared: set[Slot] = field(default_factory=set)  # results that were computed from weights alone
+    tables: Sequence[Slot] = ()  # computed from weights, and from constants that no input went into
     inputs: Sequence[Tensor] = ()  # of the call, those with a batch
     data: Data | None = None  # computed from them
     packed: PackedSequence | None = None  # the call's one packed input, if it has one
@@ -226,7 +230,7 @@ class Samples:
         """Find out what was left until now: from data run again, or else from inputs that nodes have saved."""
         if self.data is not None:
             found = {slot: v for slot, v in self.data.found(self.choices, self.known).items() if slot[0] in tape.edges}
-            self.data = None
+            self.tables, self.data = self.data.tables(), None
             ops = dict.fromkeys(verdict.op for verdict in found.values() if verdict.interact and verdict.op)
             if ops:
                 error = InteractionError()
