@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._errors import InteractionError, PerformanceWarning
 from ..factors import Dense, combine
@@ -112,7 +112,7 @@ class Recording:
     def _several(self, asked: _Backward) -> tuple[Tensor | None, ...]:
         """The engine's work, for the first reading of the outputs that agrees with what is known inside."""
         tape = self.tape or walk([slot_of(y)[0] for y in asked.outputs], [*self.leaves.values(), *self.inputs])
-        tape.data = {slot_of(x)[0] for x in self.inputs}
+        tape.data = {slot_of(x)[0] for x in self.inputs if not isinstance(x, nn.Parameter)}
         self._settle(tape)
         tried = Tried()
         try:
@@ -139,6 +139,7 @@ class Recording:
             f"cannot tell the samples apart in what {self.what} returned, of shapes "
             f"{[tuple(y.shape) for y in asked.outputs]}: expected dim {self.samples.dim} to be the batch of "
             f"{self.samples.batch}, as it is in the inputs"
+            + (". A weight that is not expanded is told from data if it is an nn.Parameter" if self.follow else "")
         )
 
     def _capture(

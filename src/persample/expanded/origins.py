@@ -98,6 +98,8 @@ class Origins:
         """They may hold data now, and all that lies in the same memory."""
         places = {_memory(t) for t in tensors if not isinstance(t, ExpandedWeight)}
         self._lost = self._lost or None in places
+        for t in tensors:
+            self._nobodys.pop(id(t), None)
         if places and self._own:
             self._nobodys.update({id(t): _memory(t) for t in self._own})
             self._own = ()
