@@ -70,7 +70,7 @@ def test_ordinary_networks_take_one_backward_and_no_probe(
         return ordinary(*args, **kwargs)
 
     monkeypatch.setattr(torch.autograd, "grad", counted)
-    monkeypatch.setattr(probe, "_ask", lambda *a, **k: pytest.fail("the data were asked"))
+    monkeypatch.setattr(probe, "_by_bits", lambda *a, **k: pytest.fail("the data were asked"))
     ps.grad(losses, model)
     assert len(backwards) == 1
 
@@ -86,7 +86,7 @@ def test_the_engine_computes_no_summed_weight_gradient(network: Network) -> None
 
 
 def test_an_empty_batch_and_a_single_sample_ask_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "_ask", lambda *a, **k: pytest.fail("the data were asked"))
+    monkeypatch.setattr(probe, "_by_bits", lambda *a, **k: pytest.fail("the data were asked"))
     for B in (0, 1):
         model, losses = mlp(B, 2)
         assert ps.grad(losses, model)["0.weight"].shape == (B, 8, 4)

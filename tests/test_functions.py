@@ -297,3 +297,48 @@ def test_a_backward_runs_once_per_sample_and_not_much_more() -> None:
     w, x = nn.Parameter(torch.randn(3, 3)), torch.randn(6, 3)
     ps.grad(Counting.apply(x, w).square().sum(1), [w])
     assert len(calls) <= 6 + 3
+
+
+def function(backward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The identity with this backward."""
+
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, h: Tensor) -> Tensor:
+            return h.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:
+            return backward(grads[0])
+
+    apply: Callable[[Tensor], Tensor] = Own.apply  # type: ignore[assignment]
+    return apply
+
+
+BACKWARDS: dict[str, tuple[bool, Callable[[Tensor], Tensor]]] = {  # and whether they keep samples apart
+    "clipped": (True, lambda g: g.clamp(-0.1, 0.1)),
+    "signs": (True, lambda g: g.sign()),
+    "rows of length one": (True, lambda g: g / g.norm(dim=1, keepdim=True).clamp_min(1e-30)),
+    "length one": (False, lambda g: g / g.norm()),
+    "dead zone": (False, lambda g: torch.where(g.abs() < 1e-3 * g.abs().amax(), 0.0, g)),
+    "quantised": (False, lambda g: (g / (s := 2 ** g.abs().amax().log2().floor() / 8)).round() * s),
+    "only in company": (False, lambda g: g if (g != 0).any(1).sum() > 1 else g * 0),
+}
+
+
+@pytest.mark.filterwarnings("ignore::persample.PerformanceWarning")
+@pytest.mark.parametrize("B", [2, 4, 8, 17])
+@pytest.mark.parametrize("name", BACKWARDS)
+def test_backwards_that_are_not_linear(name: str, B: int) -> None:
+    """The definition is one sample alone: not half of them, nor all."""
+    torch.manual_seed(B)
+    apart, backward = BACKWARDS[name]
+    x, w, scale = torch.randn(B, 4).double(), nn.Parameter(torch.randn(4, 4).double()), torch.rand(B).double()
+    scale[B // 2] = 1e-6
+    losses = lambda: function(backward)(x @ w).sum(1) * scale  # noqa: E731
+    assert_same(ps.grad(losses(), [w]), definition(losses(), [w]))
+    if apart:
+        ps.norms(losses(), [w], independent=True)
+    else:
+        with pytest.raises(ps.InteractionError, match="samples interact in custom Own"):
+            ps.norms(losses(), [w], independent=True)

@@ -333,7 +333,7 @@ def test_sizes_that_coincide_are_no_interaction(name: str, n: int, H: int, monke
     """Nor are the data asked, which would have to be done at every call."""
     params, losses = COINCIDING[name](n, H)
     want = definition(losses(), params)
-    monkeypatch.setattr(probe, "_ask", lambda *a, **k: pytest.fail("the data were asked"))
+    monkeypatch.setattr(probe, "_by_bits", lambda *a, **k: pytest.fail("the data were asked"))
     for _ in range(2):
         assert_same(ps.grad(losses(), params, independent=True), want)
 
@@ -387,3 +387,96 @@ def test_a_table_that_is_not_asked_for_is_no_data() -> None:
         torch.tensor([1, 1, 0]),
     )
     ps.norms(F.embedding(ids, table).sum(1), [other], independent=True)
+
+
+def parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape))
+
+
+def made_by(shape: tuple[int, ...], fn: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], Program]:
+    def build() -> Program:
+        x, y, u, v = torch.randn(6, 4), torch.randn(6, 4), parameter(4, 4), parameter(*shape)
+        return [u, v], lambda: F.cross_entropy(x @ u @ fn(y, v), torch.arange(6), reduction="none")
+
+    return build
+
+
+def first_layer(fn: Callable[[Tensor, nn.Parameter], Tensor], *shape: int) -> Callable[[], Program]:
+    def build() -> Program:
+        x, v = torch.randn(6, 4), parameter(*shape)
+        return [v], lambda: fn(x, v)
+
+    return build
+
+
+def towers(fn: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], Program]:
+    def build() -> Program:
+        x, u, v = torch.randn(6, 4), parameter(4, 4), parameter(4, 4)
+        return [u, v], lambda: fn(x @ u, x @ v).square().sum(1)
+
+    return build
+
+
+# Found by attack: no node in which cotangents are added up, or constants that were not looked at.
+SUBTLE: dict[str, Callable[[], Program]] = {
+    "keys, features first": made_by((4, 4), lambda y, v: v.t() @ y.t()),
+    "keys by einsum": made_by((4, 4), lambda y, v: torch.einsum("cd,de->ce", y, v).t()),
+    "keys by a shift": made_by((4,), lambda y, v: (y + v).t()),
+    "keys by a choice": made_by((4,), lambda y, v: torch.where(y > 0, y, v).t()),
+    "keys, scaled": made_by((4, 1), lambda y, v: y.t().contiguous() * v),
+    "the batch's mean": first_layer(lambda x, v: (x @ v - torch.ones(6, 6) / 6 @ (x @ v)).square().sum(1), 4, 4),
+    "a mixing constant": first_layer(lambda x, v: (torch.randn(6, 6) @ (x @ v)).square().sum(1), 4, 4),
+    "a mixing weight": first_layer(lambda x, v: (v @ x).square().sum(1), 6, 6),
+    "a layer over the batch": first_layer(lambda x, v: F.linear(x.t(), v).t().square().sum(1), 6, 6),
+    "a loss over the wrong dim": first_layer(lambda x, v: (x @ v).square().sum(0), 4, 6),
+    "a wrong reshape": first_layer(lambda x, v: (x @ v).t().reshape(6, 4).square().sum(1), 4, 4),
+    "ranks": first_layer(lambda x, v: (x @ v).sort(0).values * torch.arange(6), 4),
+    "another sample's row": towers(lambda a, b: a * b.roll(1, 0)),
+    "rows turned round": towers(lambda a, b: a * b.flip(0)),
+    "rows in another order": towers(lambda a, b: a * b[torch.tensor([1, 0, 2, 3, 5, 4])]),
+    "a tower's mean": towers(lambda a, b: a - b.mean(0)),
+}
+
+
+@pytest.mark.parametrize("name", SUBTLE)
+def test_subtle_interactions(name: str) -> None:
+    params, losses = SUBTLE[name]()
+    with pytest.raises(ps.InteractionError, match="samples interact in"):
+        ps.norms(losses(), params, independent=True)
+
+
+@pytest.mark.parametrize("lengths", [[1, 2, 3, 1], [2, 2, 2], [5, 3, 4, 1, 2]], ids=str)
+def test_ragged_batches(lengths: list[int]) -> None:
+    """Rows of all samples in one tensor: attention within a sample is fine, across samples it is not."""
+    sample = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    x, net = torch.randn(len(sample), 4), nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    mask = torch.where(sample[:, None] == sample[None], 0.0, -torch.inf)
+
+    def losses(change: Callable[[Tensor], Tensor]) -> Tensor:
+        h = change((net[0](x) @ net[1](x).t()).clone()).softmax(1) @ net[1](x)
+        return torch.zeros(len(lengths)).index_add(0, sample, h.square().sum(1))
+
+    masked = lambda s: s + mask  # noqa: E731
+    assert_same(ps.grad(losses(masked), net, independent=True), definition(losses(masked), net))
+    with pytest.raises(ps.InteractionError, match="samples interact in"):
+        ps.norms(losses(lambda s: s), net, independent=True)
+
+
+def test_what_a_leaf_is_is_not_forgotten() -> None:
+    """The same graph of a parameter and of data that carry a gradient."""
+    w = parameter(4, 4)
+    losses = lambda x: ((x - x.mean(0)) @ w).square().sum(1)  # noqa: E731
+    ps.norms(losses(parameter(6, 4)), [w], independent=True)
+    with pytest.raises(ps.InteractionError, match="samples interact in"):
+        ps.norms(losses(torch.randn(6, 4, requires_grad=True)), [w], independent=True)
+
+
+def test_a_support_set_that_all_samples_share() -> None:
+    """It has as many features as there are samples, which run along the weights."""
+    net, support, x = nn.Linear(3, 2), torch.randn(5, 3), torch.randn(3, 3)
+
+    def losses() -> Tensor:
+        (slope,) = torch.autograd.grad(net(support).square().mean(), net.weight, create_graph=True)
+        return F.linear(x, net.weight - 0.1 * slope, net.bias).tanh().square().sum(1)
+
+    assert_same(ps.grad(losses(), net, independent=True), definition(losses(), net))

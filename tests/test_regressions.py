@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import persample as ps
 from persample.graph.plan import plan
@@ -163,3 +165,47 @@ def test_rows_of_a_number_read_by_index() -> None:
     w = parameter()
     losses = torch.stack([w.index_select(0, torch.tensor([0])).reshape(()) * row.sum() for row in X])
     assert_same(ps.grad(losses, [w], retain_graph=True), definition(losses, [w]))
+
+
+@pytest.mark.parametrize("irregular", [False, True])
+def test_random_numbers_that_cancel_are_nobodys_zeros(irregular: bool) -> None:
+    """In bfloat16, one difference in 128 of random numbers is zero: the place still belongs to its sample."""
+    torch.manual_seed(0)
+    x, w = torch.randn(300, 2).bfloat16(), torch.randn(2).bfloat16().requires_grad_()
+    weights, kernel = torch.randn(2, 300).bfloat16(), torch.tensor([[[1.0]], [[-1.0]]]).bfloat16()
+    sample = torch.randint(50, (300,)) if irregular else torch.arange(300)
+
+    def losses() -> Tensor:
+        each = (F.conv1d((x @ w)[None, None], kernel)[0] * weights).sum(0)
+        return torch.zeros(int(sample.max()) + 1).bfloat16().index_add(0, sample, each)
+
+    got, want = ps.grad(losses(), [w])[0], definition(losses(), [w])["0"]
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+    assert torch.equal(got.abs().sum(1) == 0, want.abs().sum(1) == 0)
+
+
+@pytest.mark.filterwarnings("ignore::persample.PerformanceWarning", "ignore:Sparse CS. tensor support")
+@pytest.mark.parametrize("layout", ["coo", "csr", "csc"])
+def test_sparse_matrices_that_mix_samples(layout: str) -> None:
+    torch.manual_seed(0)
+    x, w, v = torch.randn(5, 4).double(), torch.randn(4, 4).double(), torch.randn(4, 4).double()
+    params = [w.requires_grad_(), v.requires_grad_()]
+    dense = {"apart": torch.eye(5).double(), "mixed": torch.rand(5, 5).double()}
+    sparse = {"coo": Tensor.to_sparse, "csr": Tensor.to_sparse_csr, "csc": Tensor.to_sparse_csc}[layout]
+    for name, matrix in dense.items():
+        losses = lambda s=matrix: ((sparse(s) @ (sparse(s) @ (x @ w)).tanh()) @ v).square().sum(1)  # noqa: E731
+        assert_same(ps.grad(losses(), params), definition(losses(), params))
+        if name == "apart":
+            ps.norms(losses(), params, independent=True)
+        else:
+            with pytest.raises(ps.InteractionError, match="samples interact in"):
+                ps.norms(losses(), params, independent=True)
+
+
+def test_selective_checkpoints_that_would_have_to_run_often() -> None:
+    linear, x, order = nn.Linear(3, 4), torch.randn(5, 3), torch.tensor([1, 0, 2, 4, 3])
+    chosen = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+    inner = lambda t: torch.eye(5)[order] @ linear(t).tanh()  # noqa: E731
+    losses = checkpoint(inner, x, use_reentrant=False, context_fn=chosen).square().sum(1)
+    with pytest.raises(ps.UnsupportedError, match=r"selective checkpointing.*without context_fn"):
+        ps.grad(losses, linear)

@@ -108,6 +108,12 @@ def boundary(losses: Tensor) -> Iterator[None]:
                 f"the graph of losses {tuple(losses.shape)} was freed by an earlier backward: compute the losses "
                 f"again, or pass retain_graph=True to every call but the last. PyTorch says: {error}"
             ) from error
+        if "selective activation checkpoint" in str(error):
+            raise UnsupportedError(
+                "a region of selective checkpointing (create_selective_checkpoint_contexts) can be run backwards once "
+                "only, and here data decide where samples lie, for which it has to be run more often: checkpoint it "
+                "without context_fn, or not at all"
+            ) from error
         if "donated" in str(error):
             raise UnsupportedError(
                 "a compiled region was compiled for one backward only, and more are needed here (retain_graph=True, or "

@@ -9,18 +9,18 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from .contraction import read_contraction
-from .custom import taught
+from .custom import is_known, taught
 from .flows import FLOWS
 from .flows.products import LETTERS
-from .flows.registry import whole
+from .flows.registry import only, whole
 from .flows.shapes import SECTIONS
 from .invoke import is_opaque
-from .layout import Block, Labels, Layout, Shape, join
+from .layout import Block, Labels, Layout, Shape, join, sample_dims
 from .library import unspent
 from .names import POINTWISE
 from .probe import probe_call, probe_node, probe_slots
 from .roots import Roots
-from .rows import may_meet_below
+from .rows import Below, below_product
 from .saved import in_checkpoint, is_compiled, is_custom
 from .site import Fate, Flow, Site, Sites, weights_only
 from .tape import Slot, Tape, is_leaf, op_name
@@ -44,6 +44,12 @@ class Map:
     flows: dict[tuple[Node, int], Fate] = field(default_factory=dict)  # outputs of separable nodes
     batched: set[Node] = field(default_factory=set)
     probed: set[Node] = field(default_factory=set)  # nodes whose data had to be asked
+
+    def sizes(self) -> set[int]:
+        """Of the dims that samples lie in."""
+        slots = [(slot, state) for slot, state in self.cotangents.items() if isinstance(state, Layout)]
+        shapes = [(self.sites[node].shapes[nr], state) for (node, nr), state in slots]
+        return {shape[d] for shape, state in shapes for d in sample_dims(state, shape)}
 
     def layouts(self, node: Node) -> list[Layout | None]:
         """The layouts of a separable node's cotangents."""
@@ -131,32 +137,43 @@ class _Assignment:
         """Sizes and dims did not decide: is it a weight, and if not, what do this call's numbers say?"""
         if site.is_weight(k) and not self._is_used_as_data(site, k):
             return Flow.SHARED
-        product = site.name in LETTERS and not is_opaque(site.node)
-        if product and not may_meet_below(self.tape, self.map.sites, site, k, self.map.batch):
-            return Flow.SHARED  # not one sample's in any case
+        if site.name in LETTERS and not is_opaque(site.node):
+            return self._by_product(site, k, layouts)
         self.map.probed.add(site.node)
         if is_opaque(site.node) and not is_compiled(site.node):
-            given = self._cotangents(site)
-            if any(g is None for g in given):  # which only the engine can say as the Function wants to hear it
-                return probe_slots(self.tape, self.roots, [slot])[slot]
-            if not asked:
-                asked += probe_call(site, given, layouts, self.map.batch)
+            return self._by_function(site, k, slot, layouts, asked)
+        if not asked:
+            asked += probe_node(site, layouts, self.map.batch)
+        if asked[k] is not Flow.MIXED or self.compiled:
             return asked[k]
-        (layout,) = layouts if product else (None,)
-        readable = layout is not None and not in_checkpoint(site.node)
-        if layout is not None and readable:
-            fate = read_contraction(site, k, layout)
-        else:
-            if not asked:
-                asked += probe_node(site, layouts, self.map.batch)
-            fate = asked[k]
+        # Samples could meet here; do they in this call, or are they kept apart by zeros in the cotangent?
+        return probe_call(site, self._cotangents(site), layouts, self.map.batch)[k]
+
+    def _by_product(self, site: Site, k: int, layouts: Sequence[Layout | None]) -> Fate:
+        """The same for a product that contracts the samples: its other operand was saved, and can be read."""
+        origin = below_product(self.tape, self.map.sites, site, k, self.map.batch, self.map.sizes())
+        if origin is Below.WEIGHTS:
+            return Flow.SHARED  # not one sample's in any case
+        self.map.probed.add(site.node)
+        layout, hidden = only(layouts), in_checkpoint(site.node)
+        fate = probe_node(site, layouts, self.map.batch)[k] if hidden else read_contraction(site, k, layout)
         if fate is not Flow.MIXED or self.compiled:
             return fate
-        # Samples could meet here; do they in this call, or are they kept apart by zeros in the cotangent?
         given = self._cotangents(site)
-        if layout is not None and readable:
-            return None if given[0] is None else read_contraction(site, k, layout, given[0])
-        return probe_call(site, given, layouts, self.map.batch)[k]
+        if hidden:
+            fate = probe_call(site, given, layouts, self.map.batch)[k]
+        else:
+            fate = None if given[0] is None else read_contraction(site, k, layout, given[0])
+        return Flow.SHARED if fate is Flow.MIXED and origin is Below.ALIGNED else fate
+
+    def _by_function(self, site: Site, k: int, slot: Slot, layouts: Sequence[Layout | None], asked: list[Fate]) -> Fate:
+        """The same for a custom Function, which is asked with the cotangents of this call."""
+        given = self._cotangents(site)
+        if any(g is None for g in given):  # which only the engine can say as the Function wants to hear it
+            return probe_slots(self.tape, self.roots, [slot], linear=self.linear)[slot]
+        if not asked:
+            asked += probe_call(site, given, layouts, self.map.batch, linear=is_known(site.node))
+        return asked[k]
 
     def _is_used_as_data(self, site: Site, k: int) -> bool:
         """Has a doubtful leaf a place for every sample here, other than as operand of a product?"""
@@ -169,11 +186,16 @@ class _Assignment:
         """Is there a compiled region, which may refuse to run while the graph is kept?"""
         return any(is_compiled(node) for node in self.tape.order)
 
+    @property
+    def linear(self) -> bool:
+        """Are all backwards linear, as PyTorch's own are?"""
+        return all(is_compiled(node) or not is_opaque(node) or is_known(node) for node in self.tape.order)
+
     def _look_again(self, slot: Slot) -> Fate:
         """Two contributions are of different samples at one place; are they in this call, or is one of them zero?"""
         if self.compiled:
             return Flow.MIXED
-        fate = self.settled[slot] = probe_slots(self.tape, self.roots, [slot])[slot]
+        fate = self.settled[slot] = probe_slots(self.tape, self.roots, [slot], linear=self.linear)[slot]
         if fate is not None:
             self.map.cotangents[slot] = fate
         return fate

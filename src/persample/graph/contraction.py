@@ -19,6 +19,7 @@ from .site import Fate, Flow, Site
 _SAVED: dict[str, tuple[str, str]] = {
     "Mm": ("self", "mat2"),
     "Addmm": ("mat1", "mat2"),
+    "SparseAddmm": ("mat1", "mat2"),
     "Bmm": ("self", "mat2"),
     "Baddbmm": ("batch1", "batch2"),
     "Addbmm": ("batch1", "batch2"),
@@ -41,7 +42,7 @@ def read_contraction(site: Site, k: int, layout: Layout, g: Tensor | None = None
     first, second = operands
     other, name = (second, _SAVED[site.name][1]) if k == first else (first, _SAVED[site.name][0])
     matrix, target = site.tensor(name), site.target(k)
-    passes = (matrix != 0).to(torch.float64)
+    passes = ((matrix if matrix.layout == torch.strided else matrix.to_dense()) != 0).to(torch.float64)
     mark = labels(layout, site.shapes[0], passes.device)
     if g is not None:
         mark = torch.where(g != 0, mark, NOBODY)

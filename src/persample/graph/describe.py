@@ -88,4 +88,6 @@ def describe(losses: Tensor, params: Mapping[str, Tensor]) -> tuple[list[Handlin
     for name, listed in rows.items():
         if not listed:
             listed.append(Handling(name, "", "", "", "zeros: the losses do not reach it"))
-    return [row for listed in rows.values() for row in listed], interactions(*whole_graph(roots, found))
+    return [row for listed in rows.values() for row in listed], interactions(
+        *whole_graph(roots, found), thoroughly=True
+    )

@@ -22,6 +22,7 @@ from .custom import is_known
 from .interaction import interactions
 from .invoke import is_opaque
 from .layout import Layout, sample_dims
+from .names import WEIGHT_VIEWS
 from .notes import noting
 from .plan import Plan, plan
 from .recall import outline, recall, remember
@@ -138,7 +139,7 @@ def planned(
         check_reached(found.tape, params)
         _refuse_module_hooks(found)
         whole, everywhere = whole_graph(roots, found) if independent else (found.tape, found.map)
-        meeting = interactions(whole, everywhere)
+        meeting = interactions(whole, everywhere, thoroughly=independent)
         unseen = _unseen(whole) if independent else []
         if not meeting:
             bundle_up(found)
@@ -228,7 +229,16 @@ def _refuse_unseen(unseen: Sequence[Node]) -> None:
 
 
 def _is_unseen(tape: Tape, node: Node) -> bool:
-    return node in tape.fed and is_opaque(node) and not is_known(node)
+    if not is_opaque(node) or is_known(node):
+        return False
+    return node in tape.fed or any(_is_data_leaf(tape, slot) for slot in tape.edges[node])
+
+
+def _is_data_leaf(tape: Tape, slot: Slot | None) -> bool:
+    """Is this a leaf that may be data, or a view of one?"""
+    while slot is not None and op_name(slot[0]) in WEIGHT_VIEWS:
+        (slot,) = tape.edges[slot[0]]
+    return slot is not None and (slot[0] in tape.data or slot[0] in tape.doubtful)
 
 
 def _target(node: Node) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..kernels.library import plain
 from .invoke import call, call_each, is_opaque, sum_to
 from .layout import Layout, labels
-from .saved import in_backward, in_checkpoint, in_own_task, in_plain_task
+from .saved import holds_sparse, in_backward, in_checkpoint, in_own_task, in_plain_task
 from .site import Site
 
 # Node types whose backward was seen to give the same numbers under vmap as in a loop (tests/graph/test_fallback.py).
@@ -70,7 +70,7 @@ def loops(site: Site) -> bool:
 
 def push_stacked(site: Site, stacks: Sequence[Tensor | None], batch: int, wanted: Sequence[int]) -> dict[int, Tensor]:
     """(B, *target) for every wanted output of a node whose cotangents are (B, *shape)."""
-    if not loops(site) and not in_checkpoint(site.node):
+    if not loops(site) and not in_checkpoint(site.node) and not holds_sparse(site.node):
         return _vmapped(site, stacks, wanted)
     rows = ([None if s is None else s[i] for s in stacks] for i in range(batch))
     return _loop(site, rows, batch, wanted)

@@ -26,16 +26,16 @@ _BATCH_NORMS = frozenset(BATCH_NORMS.split())
 _RANKS = frozenset({"Sort", "Topk"})
 
 
-def interactions(tape: Tape, map: Map) -> list[str]:
-    """The ops in which samples are seen to meet, nearest to the losses first."""
-    found = dict.fromkeys(
-        _batch_statistics(tape, map)
-        + _mixed_data(tape, map)
-        + _mixing_weights(tape, map)
-        + misread(tape, map)
-        + _counted_rows(tape, map)
-        + _crossed_rows(tape, map)
-    )
+def interactions(tape: Tape, map: Map, *, thoroughly: bool = False) -> list[str]:
+    """The ops in which samples are seen to meet, nearest to the losses first.
+
+    ``thoroughly``: also where it costs nothing, as cotangents stay apart, and only the losses depend on other samples.
+    """
+    seen = _batch_statistics(tape, map) + _crossed_rows(tape, map)
+    if thoroughly:
+        seen += _mixed_data(tape, map) + _mixing_weights(tape, map) + misread(tape, map)
+        seen += _counted_rows(tape, map) + _ranked(tape, map)
+    found = dict.fromkeys(seen)
     partly = _partly_separable(tape, map)
     meeting = {n for n in map.batched if _meets(tape, map, n, n in partly)} | _holding_samples(tape, map)
     return list(found | _trails(tape, map, meeting)) if meeting else list(found)
@@ -136,7 +136,7 @@ def _counted_rows(tape: Tape, map: Map) -> list[str]:
 
 def _crossed_rows(tape: Tape, map: Map) -> list[str]:
     """Ops that take the elements of one row from several samples (a sort along the batch, feature by feature)."""
-    found = [op_name(node) for node in tape.order if op_name(node) in _RANKS and _ranks_samples(map, node)]
+    found = []
     for node in [n for n in tape.order if n in map.probed] if map.probed else ():
         site = map.sites[node]
         for k, _ in site.outputs:
@@ -147,12 +147,15 @@ def _crossed_rows(tape: Tape, map: Map) -> list[str]:
     return found
 
 
-def _ranks_samples(map: Map, node: Node) -> bool:
-    """Does a sample's place depend on the others' numbers?"""
-    layout, site = map.cotangents.get((node, 0)), map.sites[node]
-    if node in map.batched or not isinstance(layout, Layout) or not site.shapes[0]:
-        return False
-    return site.number("dim") % len(site.shapes[0]) in sample_dims(layout, site.shapes[0])
+def _ranked(tape: Tape, map: Map) -> list[str]:
+    """Ops by which a sample's place depends on the others' numbers."""
+    found = []
+    for node in tape.order:
+        layout, shape = map.cotangents.get((node, 0)), tape.shapes(node)[0]
+        if op_name(node) in _RANKS and node not in map.batched and isinstance(layout, Layout) and shape:
+            along = map.sites[node].number("dim") % len(shape)
+            found += [op_name(node)] if along in sample_dims(layout, shape) else []
+    return found
 
 
 def _partly_separable(tape: Tape, map: Map) -> set[Node]:
@@ -170,7 +173,7 @@ def _holding_samples(tape: Tape, map: Map) -> set[Node]:
     fed = {node for node in map.batched if not is_leaf(node) and computes_with_data(tape, node)}
     if not fed:
         return set()
-    alignment, found, excused = Alignment(tape, map.sites), set[Node](), set[Node]()
+    alignment, found, excused = Alignment(tape, map.sites, map.sizes()), set[Node](), set[Node]()
     for node in tape.order:
         if node not in map.batched:
             for k, slot in enumerate(tape.edges[node]):

@@ -7,12 +7,13 @@ small a contribution, and in whatever dtype, nothing rounds away beside another 
 
 C++ nodes are linear in their cotangents, so they can be asked alone, with random cotangents; these are as large as the
 dtype allows, so that nothing underflows that a real backward would not lose. Custom ``autograd.Function``s need not be
-linear: they are asked with the cotangents of this call, and each sample's part must be what it is with all others.
+linear: they are asked with the cotangents of this call, one sample after another, as the definition does, and each
+sample's part must be what it is with all others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -29,36 +30,65 @@ from .site import Fate, Flow, Site
 from .tape import Slot, Tape
 
 _Outputs = Sequence[Tensor | None]
+_Run = Callable[[Sequence["_Weigh"]], Iterable[_Outputs]]
 _Weigh = Callable[[Tensor], Tensor]  # from sample numbers to what their cotangents are multiplied by; False: zeros
+Answers = list["_Answer | None"]
 _OWN: Shape = (-1,)  # in place of a target's shape: whatever the output's own shape is
 
 
 def probe_node(site: Site, layouts: Sequence[Layout | None], batch: int, *, summed: bool = True) -> list[Fate]:
     """The fate of every output of a linear node, from random cotangents with these layouts.
 
-    ``summed=False`` asks about outputs as the node returns them, before the engine sums over broadcast dims.
+    ``summed=False`` asks about outputs as the node returns them, before the engine sums over broadcast dims. Random
+    numbers may cancel, in half precision soon: where an element stayed zero, others are drawn.
     """
-    about = metadata(site.node)
-    given = [None if lay is None else _noise(about[nr], seed=nr) for nr, lay in enumerate(layouts)]
-    return _ask_node(site, given, layouts, batch, summed=summed, exactly=False)
+    about, targets = metadata(site.node), _targets(site, summed)
+    answers: Answers | None = None
+    for draw in range(_draws(about[0].dtype)):
+        given = [None if lay is None else _noise(about[nr], len(about) * draw + nr) for nr, lay in enumerate(layouts)]
+        answers = _joined(answers, _by_bits(_runs(site, given, layouts), targets, batch, exactly=False))
+        if all(answer is None or answer.is_whole() for answer in answers):
+            break
+    return _fates(answers or [], targets, batch)
 
 
 def probe_call(
-    site: Site, cotangents: Sequence[Tensor | None], layouts: Sequence[Layout | None], batch: int
-) -> list[Fate]:
-    """The same for cotangents that a backward brought to a node, which may be a custom one."""
-    return _ask_node(site, cotangents, layouts, batch, summed=True, exactly=True)
-
-
-def _ask_node(
     site: Site,
     cotangents: Sequence[Tensor | None],
     layouts: Sequence[Layout | None],
     batch: int,
     *,
-    summed: bool,
-    exactly: bool,
+    linear: bool = True,
 ) -> list[Fate]:
+    """The same for cotangents that a backward brought to a node. If it need not be linear, sample by sample."""
+    run, targets = _runs(site, cotangents, layouts), _targets(site, summed=True)
+    found = _by_bits(run, targets, batch, exactly=True) if linear else _one_by_one(run, targets, batch)
+    return _fates(found, targets, batch)
+
+
+def probe_slots(tape: Tape, roots: Roots, slots: Sequence[Slot], *, linear: bool = True) -> dict[Slot, Fate]:
+    """The fate of the cotangents at ``slots``, by real backwards from the roots."""
+    about = [metadata(node)[nr] for node, nr in roots.slots]
+    starts = roots.cotangents or [torch.ones(m.shape, dtype=m.dtype, device=m.device) for m in about]
+    marks = [labels(lay, tuple(m.shape), m.device) for lay, m in zip(roots.layouts, about, strict=True)]
+
+    def run(weighings: Sequence[_Weigh]) -> Iterator[_Outputs]:
+        for weigh in weighings:
+            weighed = [_weighed(g, mark, weigh) for g, mark in zip(starts, marks, strict=True)]
+            with unspent(tape.order):
+                yield [_plain(t) for t in roots.pull(weighed, slots, retain_graph=True)]
+
+    targets = [tape.shape(slot) for slot in slots]
+    found = _by_bits(run, targets, roots.batch, exactly=True) if linear else _one_by_one(run, targets, roots.batch)
+    return dict(zip(slots, _fates(found, targets, roots.batch), strict=True))
+
+
+def _targets(site: Site, summed: bool) -> list[Shape | None]:
+    return [None if slot is None else site.target(k) if summed else _OWN for k, slot in enumerate(site.edges)]
+
+
+def _runs(site: Site, cotangents: Sequence[Tensor | None], layouts: Sequence[Layout | None]) -> _Run:
+    """A node's outputs for some samples' part of these cotangents."""
     given: list[tuple[Tensor, Tensor] | None] = [
         None if g is None or lay is None else (g, labels(lay, tuple(g.shape), g.device))
         for g, lay in zip(cotangents, layouts, strict=True)
@@ -68,26 +98,7 @@ def _ask_node(
         rows = ([None if g is None else _weighed(*g, weigh) for g in given] for weigh in weighings)
         return call_each(site.node, rows, site.edges, lambda outputs: [_plain(t) for t in outputs])
 
-    targets = [None if slot is None else site.target(k) if summed else _OWN for k, slot in enumerate(site.edges)]
-    return _ask(run, targets, batch, exactly)
-
-
-def probe_slots(tape: Tape, roots: Roots, slots: Sequence[Slot]) -> dict[Slot, Fate]:
-    """The fate of the cotangents at ``slots``, by real backwards from the roots."""
-    about = [metadata(node)[nr] for node, nr in roots.slots]
-    starts = roots.cotangents or [torch.ones(m.shape, dtype=m.dtype, device=m.device) for m in about]
-    marks = [labels(lay, tuple(m.shape), m.device) for lay, m in zip(roots.layouts, about, strict=True)]
-
-    def run(weighings: Sequence[_Weigh]) -> list[_Outputs]:
-        runs = []
-        for weigh in weighings:
-            weighed = [_weighed(g, mark, weigh) for g, mark in zip(starts, marks, strict=True)]
-            with unspent(tape.order):
-                runs.append([_plain(t) for t in roots.pull(weighed, slots, retain_graph=True)])
-        return list(runs)
-
-    fates = _ask(run, [tape.shape(s) for s in slots], roots.batch, exactly=True)
-    return dict(zip(slots, fates, strict=True))
+    return run
 
 
 def _weighed(g: Tensor, mark: Tensor, weigh: _Weigh) -> Tensor:
@@ -134,9 +145,7 @@ def _with_bit(j: int, value: int) -> _Weigh:
     return lambda mark: (mark >> j) & 1 == value
 
 
-def _ask(
-    run: Callable[[Sequence[_Weigh]], list[_Outputs]], shapes: Sequence[Shape | None], batch: int, exactly: bool
-) -> list[Fate]:
+def _by_bits(run: _Run, shapes: Sequence[Shape | None], batch: int, exactly: bool) -> Answers:
     """Bit by bit; ``exactly``: what samples have apart must be what they have together.
 
     The first bit alone, as most samples that meet do so there; the others at once, as every run may cost a
@@ -144,7 +153,7 @@ def _ask(
     """
     by_data()
     bits = [_with_bit(j, value) for j in range((batch - 1).bit_length()) for value in (0, 1)]
-    checks = [_everybody, _unequal, _only(0), _only(batch - 1)] if exactly else []
+    checks = [_everybody, _unequal] if exactly else []
     blank, *others = run([_nobody, *checks, *bits[:2]])
     checked, runs = others[: len(checks)], others[len(checks) :]
     answers = [None if t is None or s is None else _Answer(t) for t, s in zip(blank, shapes, strict=True)]
@@ -157,16 +166,45 @@ def _ask(
 
     read(0, *runs)
     if bits[2:] and not all(answer is None or answer.mixed for answer in answers):
-        runs = run(bits[2:])
+        runs = list(run(bits[2:]))
         for j in range(1, len(bits) // 2):
             read(j, *runs[2 * j - 2 : 2 * j])
     for k, answer in enumerate(answers):
         if answer is not None and exactly:
-            answer.compare(batch, *[outputs[k] for outputs in checked])
+            answer.compare(*[outputs[k] for outputs in checked])
+    return answers
+
+
+def _one_by_one(run: _Run, shapes: Sequence[Shape | None], batch: int) -> Answers:
+    """One sample after another, as in the definition: each has alone what it has with all others."""
+    by_data()
+    blank, together, *singles = run([_nobody, _everybody, *[_only(i) for i in range(batch)]])
+    answers = [None if t is None or s is None else _Answer(t) for t, s in zip(blank, shapes, strict=True)]
+    for k, answer in enumerate(answers):
+        if answer is not None:
+            answer.read_singles([outputs[k] for outputs in singles], together[k])
+    return answers
+
+
+def _joined(before: Answers | None, after: Answers) -> Answers:
+    """What two draws have shown."""
+    if before is not None:
+        for old, new in zip(before, after, strict=True):
+            if old is not None and new is not None:
+                new.join(old)
+    return after
+
+
+def _fates(answers: Answers, shapes: Sequence[Shape | None], batch: int) -> list[Fate]:
     return [
         None if a is None or s is None else a.fate(tuple(a.index.shape) if s is _OWN else s, batch)
         for a, s in zip(answers, shapes, strict=True)
     ]
+
+
+def _draws(dtype: torch.dtype) -> int:
+    """After how many draws chance is out of the question."""
+    return {torch.float64: 1, torch.complex128: 1, torch.float32: 2, torch.complex64: 2}.get(dtype, 5)
 
 
 class _Answer:
@@ -192,19 +230,43 @@ class _Answer:
         self.mixed = bool(odd.any())
         self.index += ones.to(torch.int64) << j
 
-    def compare(
-        self, batch: int, together: Tensor | None, unequal: Tensor | None, first: Tensor | None, last: Tensor | None
-    ) -> None:
-        """Samples with other weights, and single ones, have what they have together with all, as often."""
+    def read_singles(self, singles: Sequence[Tensor | None], together: Tensor | None) -> None:
+        """Every sample's part: nobody else's, and the same as with all."""
+        rest = ~self.spoilt
+        live, odd = torch.zeros_like(rest), torch.zeros_like(rest)
+        if together is not None:
+            apart = torch.zeros_like(together)
+            for i, one in enumerate(singles):
+                if one is not None:
+                    here = (one != 0) & rest
+                    odd |= here & live
+                    self.index[here], live = i, live | here
+                    apart = torch.where(here, one, apart)
+            odd |= (apart != together) & rest & together.isfinite()
+        self.live, self.mixed = live, bool(odd.any())
+
+    def compare(self, together: Tensor | None, unequal: Tensor | None) -> None:
+        """Samples with other weights have what they have together with all, as often."""
         if self.mixed or self.live is None or together is None:
             return
         power = _unequal(self.index).to(together.dtype)
-        zero = torch.zeros((), dtype=together.dtype, device=together.device)
-        wanted = [(unequal, torch.where(self.live, together * power, zero))]
-        for i, alone in (0, first), (batch - 1, last):
-            wanted.append((alone, torch.where(self.live & (self.index == i), together, zero)))
-        rest = ~self.spoilt & together.isfinite()
-        self.mixed = any(found is None or bool(((found != want) & rest).any()) for found, want in wanted)
+        wanted = torch.where(self.live, together * power, torch.zeros_like(together))
+        odd = unequal is None or bool(((unequal != wanted) & ~self.spoilt & wanted.isfinite()).any())
+        self.mixed = self.mixed or odd
+
+    def is_whole(self) -> bool:
+        """Is every element somebody's, or is nothing left to find out?"""
+        return self.mixed or self.live is None or bool((self.live | self.spoilt).all())
+
+    def join(self, other: _Answer) -> None:
+        """What another draw has shown besides."""
+        if self.live is None or other.live is None or self.mixed or other.mixed:
+            self.mixed = self.mixed or other.mixed
+            return
+        both = self.live & other.live
+        self.mixed = bool((both & (self.index != other.index)).any())
+        self.index = torch.where(self.live, self.index, other.index)
+        self.live = self.live | other.live
 
     def fate(self, shape: Shape, batch: int) -> Fate:
         live = self.live
@@ -236,14 +298,16 @@ def fit(index: Tensor, shape: Shape, batch: int, poisoned: bool = False) -> Layo
 
     An unknown element is zero and may stay nobody's; NaN must go to somebody, so only a regular pattern will do then.
     """
+    block = _fit_block(index, shape, batch)
+    if block is not None:
+        return block
     if not poisoned:
         for width in (1, 2):
             for first in range(len(shape) - width + 1):
                 found = _fit_dims(index, shape, batch, range(first, first + width))
                 if found is not None:
                     return found
-    block = _fit_block(index, shape, batch)
-    return block or (Flow.MIXED if poisoned else Labels(batch, index))
+    return Flow.MIXED if poisoned else Labels(batch, index)
 
 
 def _fit_block(index: Tensor, shape: Shape, batch: int) -> Block | None:

@@ -17,7 +17,7 @@ from torch.autograd.graph import Node
 from .assign import Map
 from .flows.fibres import WINDOWS
 from .flows.products import LETTERS
-from .layout import NOBODY, Block, Layout, Shape, labels, simplify
+from .layout import NOBODY, Layout, Shape, labels
 from .rows import constant_dims
 from .site import Site
 from .tape import Tape, op_name
@@ -73,17 +73,17 @@ def _is_shared(mark: Tensor, shape: Shape, dims: list[int], batch: int) -> bool:
         return True
     if len(varying) > 1:
         return any(shape[d] % batch == 0 for d in varying)
-    return bool(varying) and _is_cut(mark, shape, batch)
+    return bool(varying) and _is_cut(mark, batch)
 
 
-def _is_cut(mark: Tensor, shape: Shape, batch: int) -> bool:
-    """Several rows for each sample, as many for all, but neither one after another nor taken in turn."""
+def _is_cut(mark: Tensor, batch: int) -> bool:
+    """Several rows for each sample, as many for all, but not in the same order for all of them."""
     row = mark.reshape(-1)
     several, odd = divmod(len(row), batch)
-    if odd or several < 2 or bool((row == NOBODY).any()):
+    if odd or several < 2 or not bool((row.clamp(min=0).bincount(minlength=batch) == several).all()):
         return False
-    even = bool((row.bincount(minlength=batch) == several).all())
-    return even and not isinstance(simplify(mark, shape, batch), Block)
+    places = row.argsort(stable=True).reshape(batch, several)
+    return not bool((places - places[:, :1] == places[0] - places[0, 0]).all())
 
 
 def _one_each(mark: Tensor, dims: list[int], batch: int) -> Tensor | None:

@@ -11,7 +11,8 @@ more things are looked at:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from enum import Enum
 from math import prod
 
 import torch
@@ -36,8 +37,9 @@ class Alignment:
     All such dims of a tensor together are one layout, whose "samples" are the places along them.
     """
 
-    def __init__(self, tape: Tape, sites: Sites) -> None:
+    def __init__(self, tape: Tape, sites: Sites, sizes: Collection[int] = ()) -> None:
         self._tape, self._sites = tape, sites
+        self._sizes = sizes  # of the dims that samples lie in, where these are ragged
         self._places: dict[Slot, Layout | None] = {}
 
     def enter(self, site: Site, k: int) -> None:
@@ -51,7 +53,8 @@ class Alignment:
         site = self._sites[node]
         known = self._places.get((node, 0)) if len(site.shapes) == 1 else None
         for k, slot in site.outputs:
-            self._meet(slot, None if known is None else _followed(site, k, known))
+            places = None if known is None else _followed(site, k, known)
+            self._meet(slot, _with_dims(places, site.target(k), _weights_dims(self._tape, site, k)))
 
     def _meet(self, slot: Slot, places: Layout | None) -> None:
         before = self._places.get(slot, places)
@@ -62,28 +65,42 @@ class Alignment:
         """Do constants enter here along a dim that may be the samples'?"""
         shape, places = self._tape.shapes(node)[0], self._places.get((node, 0))
         aligned = () if places is None else sample_dims(places, shape)
-        doubtful = any(shape[d] % batch == 0 and d not in aligned for d in constant_dims(node, shape))
+        doubtful = any(self._may_be(shape[d], batch) and d not in aligned for d in constant_dims(node, shape))
         return doubtful and not bool(ask(node, _reads_by_counting))
 
     def is_excused(self, node: Node, batch: int) -> bool:
         """Is there such a dim, that runs along another one of the samples' tensors?"""
         shape = self._tape.shapes(node)[0]
-        return any(shape[d] % batch == 0 for d in constant_dims(node, shape)) and op_name(node) not in READS
+        return any(self._may_be(shape[d], batch) for d in constant_dims(node, shape)) and op_name(node) not in READS
+
+    def _may_be(self, size: int, batch: int) -> bool:
+        """Can so many be the samples, or their parts?"""
+        return size % batch == 0 or size in self._sizes
 
 
-def may_meet_below(tape: Tape, sites: Sites, site: Site, k: int, batch: int) -> bool:
-    """Was a product's operand, of which all samples use all, computed from what may be data of the batch?"""
-    alignment = Alignment(tape, sites)
+class Below(Enum):
+    """What something was computed from."""
+
+    WEIGHTS = "weights, and constants that cannot be the samples'"
+    ALIGNED = "constants that might be, but run along another dim of the samples' tensors"
+    SAMPLES = "what may be data of the batch"
+
+
+def below_product(tape: Tape, sites: Sites, site: Site, k: int, batch: int, sizes: Collection[int]) -> Below:
+    """What was a product's operand, of which all samples use all, computed from?"""
+    alignment = Alignment(tape, sites, sizes)
     alignment.enter(site, k)
     slot = site.edges[k]
     assert slot is not None
-    below = tape.below(slot[0])
+    below, found = tape.below(slot[0]), Below.WEIGHTS
     for node in tape.order:
         if node in below and not is_leaf(node):
-            if computes_with_data(tape, node) and (is_opaque(node) or alignment.may_hold_samples(node, batch)):
-                return True
+            if computes_with_data(tape, node):
+                if is_opaque(node) or alignment.may_hold_samples(node, batch):
+                    return Below.SAMPLES
+                found = Below.ALIGNED if alignment.is_excused(node, batch) else found
             alignment.descend(node)
-    return not below.isdisjoint(tape.data)
+    return found if below.isdisjoint(tape.data) else Below.SAMPLES
 
 
 def _places(shape: Shape, dims: Sequence[int]) -> Layout | None:
@@ -91,6 +108,23 @@ def _places(shape: Shape, dims: Sequence[int]) -> Layout | None:
     sizes = [n if d in dims else 1 for d, n in enumerate(shape)]
     count = prod(sizes)
     return simplify(torch.arange(count, device="cpu").reshape(sizes), shape, count) if count > 1 else None
+
+
+def _with_dims(places: Layout | None, shape: Shape, dims: Collection[int]) -> Layout | None:
+    """The same with more dims."""
+    known = () if places is None else sample_dims(places, shape)
+    return places if set(dims) <= set(known) else _places(shape, [*known, *dims])
+
+
+def _weights_dims(tape: Tape, site: Site, k: int) -> set[int]:
+    """The dims of an operand that a weight beside it has, too: these are not the samples' either."""
+    if site.name not in POINTWISE or is_opaque(site.node):
+        return set()
+    target = site.target(k)
+    weights = [
+        tape.shape(s) for at, s in enumerate(site.edges) if s is not None and at != k and weights_only(tape, s[0])
+    ]
+    return {d for d, n in enumerate(target) if n > 1 and any(own == target for own in weights)}
 
 
 def _followed(site: Site, k: int, places: Layout) -> Layout | None:

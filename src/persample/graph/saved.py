@@ -113,6 +113,12 @@ def is_custom(node: object) -> TypeGuard[BackwardCFunction]:
     return isinstance(node, BackwardCFunction)
 
 
+def is_checkpoint(node: object) -> bool:
+    """A reentrant checkpoint, PyTorch's or one that another library made after it: it keeps the hidden function."""
+    named = type(node).__name__ == "CheckpointFunctionBackward" and is_custom(node)
+    return named and (is_torchs(node, "CheckpointFunction") or hasattr(node, "run_function"))
+
+
 def is_torchs(node: object, *names: str) -> TypeGuard[BackwardCFunction]:
     """A node of one of PyTorch's own Functions of these names, and not of a user's that is called the same."""
     return (
@@ -175,6 +181,11 @@ def constants(node: Node) -> list[Tensor]:
         saved = [getattr(node, f"_saved_{name}", None) for name in _OPERANDS.split()]
         found = [t for s in saved for t in (s if isinstance(s, tuple) else (s,))]
     return [t for t in found if isinstance(t, Tensor) and not t.requires_grad]
+
+
+def holds_sparse(node: Node) -> bool:
+    """Is one of the saved operands a sparse tensor, with which vmap does not work?"""
+    return any(t.layout != torch.strided for t in constants(node))
 
 
 def _holders(node: Node) -> dict[str, list[Any]]:

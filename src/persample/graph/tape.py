@@ -13,7 +13,7 @@ from torch.autograd.graph import Node
 from .._errors import UnsupportedError
 from .layout import Shape
 from .library import op_of
-from .saved import THROUGH, function_of, is_custom, is_torchs, metadata
+from .saved import THROUGH, function_of, is_checkpoint, is_custom, is_torchs, metadata
 
 Slot = tuple[Node, int]  # a node's cotangent number nr: the gradient of the forward op's output nr
 
@@ -140,7 +140,7 @@ def walk(roots: Iterable[Node], params: Iterable[Tensor], edges_below: Below = e
         if node in children:
             continue
         below = children[node] = edges_below(node)
-        if is_torchs(node, "CheckpointFunction"):
+        if is_checkpoint(node):
             raise UnsupportedError(
                 "the graph holds a reentrant checkpoint (use_reentrant=True) at a place where the ops inside it cannot "
                 "be seen: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"

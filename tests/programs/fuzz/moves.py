@@ -199,16 +199,12 @@ def in_place(w: Writer) -> Value:
 
 @op
 def hook(w: Writer) -> None:
-    v = w.take(tracked=False)
-    action = w.pick(
-        [
-            "g * 2", "g.clamp(-0.5, 0.5)", "None", "g.mul_(2)", "g.mul_(2) and None", "g / (1 + g.norm())",
-            "g + 0 * g.sum()",
-            "g.tanh()", "g.neg()", "g.clone()", "-g",
-        ]
-    )  # fmt: skip
-    if action == "g.mul_(2) and None":
-        action = "(g.mul_(2), None)[1]"
+    """As docs/contract.md has it: on tensors in which samples are apart, and the same for every element."""
+    if w.mix:
+        raise CannotBeWritten
+    v = w.take()
+    elementwise = ["g * 2", "g.clamp(-0.5, 0.5)", "None", "g.tanh()", "g.neg()", "g.clone()", "-g"]
+    action = w.pick([*elementwise, "g.mul_(2)", "(g.mul_(2), None)[1]"])
     w.line(f"{v.name}.register_hook(lambda g: {action})")
 
 
