@@ -21,14 +21,18 @@ from .registry import Program, case, ints, param, score
         "padding-idx-negative": {"ids": (5,), "padding_idx": -1},
         "sparse": {"ids": (5,), "sparse": True},
         "sparse-padding": {"ids": (5,), "sparse": True, "padding_idx": 2},
-        "by-frequency": {"ids": (5,), "scale_grad_by_freq": True},
-        "by-frequency-padding": {"ids": (5,), "scale_grad_by_freq": True, "padding_idx": 1},
     },
     batches=(4, 1, 0, 3),
 )
 def embedding(B: int, ids: tuple[int, ...], **options: Any) -> Program:
     net, x = nn.Embedding(4, 3, **options), ints(4, B, *ids)
     return net, lambda: score(net(x).tanh())
+
+
+@case({"": {}, "padding": {"padding_idx": 1}}, batches=(4, 1, 0, 3), interacts=True)
+def embedding_by_frequency(B: int, **options: Any) -> Program:
+    """Gradients are divided by how often the whole batch reads a row."""
+    return embedding(B, ids=(5,), scale_grad_by_freq=True, **options)
 
 
 @case(batches=(4, 8, 1, 0))

@@ -133,8 +133,9 @@ def losses_in_another_order(B: int) -> Program:
     return net, lambda: score(net(x))[order]
 
 
-@case(batches=(5, 1, 0))
+@case(batches=(5, 1, 0), interacts=True)
 def losses_sorted(B: int) -> Program:
+    """Whose loss comes first depends on all."""
     net, x = nn.Linear(3, 4), torch.randn(B, 3)
     return net, lambda: score(net(x)).sort().values
 
@@ -145,7 +146,7 @@ def losses_chosen_from_a_larger_batch(B: int) -> Program:
     return net, lambda: score(net(x))[torch.randperm(B + 4)[:B]]
 
 
-@case(batches=(3, 2))
+@case(batches=(3, 2), interacts=True)
 def hardest_of_the_batch(B: int) -> Program:
     net, x = nn.Linear(3, 4), torch.randn(B * 2, 3)
     return net, lambda: score(net(x)).topk(B).values
