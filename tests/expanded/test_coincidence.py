@@ -118,9 +118,17 @@ def test_the_batchs_own_never_pass(name: str) -> None:
     assert all(getattr(p, "grad_sample", None) is None for p in module.parameters())
 
 
+ELSEWHERE: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda y: y - y.mean(0),
+    "sort": lambda y: y.sort(0).values,
+    "roll": lambda y: y * y.roll(1, 0),
+}
+
+
+@pytest.mark.parametrize("elsewhere", ELSEWHERE)
 @pytest.mark.parametrize("name", ["sines", "buffer", "rows-of-a-weight"])
-def test_a_table_is_no_excuse_for_what_happens_elsewhere(name: str) -> None:
-    module = model(TABLES[name], lambda y: y - y.mean(0)).double()
+def test_a_table_is_no_excuse_for_what_happens_elsewhere(name: str, elsewhere: str) -> None:
+    module = model(TABLES[name], ELSEWHERE[elsewhere]).double()
     loss = total(squares(ps.call_for_per_sample_grads(module)(r(B, C))), "sum")
     with pytest.raises(ps.InteractionError, match="samples interact in"):
         loss.backward()

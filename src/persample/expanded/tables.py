@@ -26,7 +26,7 @@ def interact_without(tables: Sequence[Slot], tape: Tape, roots: Roots, tensors: 
     cut = walk(roots.nodes, tensors, lambda node: () if node in tops else edges_of(node))
     cut.fed &= tape.fed
     cut.data = tape.data
-    return bool(interactions(cut, assign(cut, roots)))
+    return bool(interactions(cut, assign(cut, roots), thoroughly=True))
 
 
 def _used_with_data(tape: Tape, tops: set[Node]) -> bool:
