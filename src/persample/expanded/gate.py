@@ -149,7 +149,8 @@ class Recording:
         if self.follow:
             self.samples.verify(self._plan(reading, tape), reading, follow=True)
         test = partial(self.samples.verify, reading=reading, follow=False)
-        check = Check(test, self.samples.evidence(), tuple(reading.promised))
+        known = {**self.samples.evidence(), **self.samples.pooled_below(reading, tape)}
+        check = Check(test, known, tuple(reading.promised))
         return capture_from(
             reading.roots,
             self.leaves,
@@ -181,7 +182,7 @@ class Recording:
         found = self._plan(reading, tape)
         try:
             self.samples.verify(found, reading, follow=False)
-        except Disagreement:
+        except (Disagreement, InteractionError):
             return False
         tensors = [*self.leaves.values(), *self.inputs]
         return not interact_without(self.samples.tables, found.tape, reading.roots, tensors)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from ..graph.layout import Layout, Shape
+from ..graph.layout import Layout, Shape, labels
 from .registry import name_of
 from .replay import Place, Replay, Unfit, Way, decoded, depends_on_several, fitting
 from .samples import Verdict
@@ -25,7 +25,8 @@ def judged(replay: Replay, place: Place, choices: Choices) -> Verdict:
         return Verdict()
     way, pattern = seen
     if not choices(tuple(pattern.shape)):  # a mean over samples, say, to which data may contribute that are apart
-        return _judged_by_data(replay, place, way)
+        given = _judged_by_data(replay, place, way)
+        return given if given.interact else _pooled(replay, place)
     if fits(pattern):
         found = fitting(pattern, choices(tuple(pattern.shape)), replay.batch)
         return Verdict(found[0] if len(found) == 1 else None)
@@ -46,6 +47,17 @@ def _judged_by_data(replay: Replay, place: Place, way: Way) -> Verdict:
         return Verdict()
     meet = [made for made, pattern in patterns.items() if depends_on_several(pattern, replay.batch)]
     return Verdict(None, _culprits(replay, meet[0], way, lambda pattern: True), interact=True) if meet else Verdict()
+
+
+def _pooled(replay: Replay, place: Place) -> Verdict:
+    """What the first input, which is taken at its word, says of a result that has no batch."""
+    seen = replay.shown(place, lambda pattern: False, only=0)
+    if seen is None or not replay.is_deterministic(place, seen[0]):
+        return Verdict()
+    _, pattern = seen
+    layout = None if depends_on_several(pattern, replay.batch) else decoded(pattern, replay.batch)
+    alone = layout is not None and len(labels(layout, tuple(pattern.shape)).unique()) == 1
+    return Verdict() if alone else Verdict(layout, name_of(replay.steps[place[0]].func), pooled=True)
 
 
 def _is_by_coincidence(replay: Replay, place: Place, fits: Callable[[Tensor], bool]) -> bool:

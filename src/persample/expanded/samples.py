@@ -8,7 +8,7 @@ the data do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, product
 from typing import NamedTuple, Protocol
@@ -53,6 +53,7 @@ class Verdict(NamedTuple):
     layout: Layout | None = None
     op: str | None = None  # the function that put samples elsewhere than in a dim of their own, or made them interact
     interact: bool = False
+    pooled: bool = False  # does it hold several samples, and no batch? Then none of them may use all of it
 
 
 class Data(Protocol):
@@ -83,6 +84,7 @@ class Samples:
     dim: int  # of the batch, in inputs and results
     known: dict[Slot, Layout] = field(default_factory=dict)
     moved: dict[Slot, Verdict] = field(default_factory=dict)  # data whose samples are in another order, or in many dims
+    pooled: dict[Slot, Verdict] = field(default_factory=dict)  # results in which samples have met, or some of them lie
     shared: set[Slot] = field(default_factory=set)  # results that were computed from weights alone
     tables: Sequence[Slot] = ()  # computed from weights, and from constants that no input went into
     inputs: Sequence[Tensor] = ()  # of the call, those with a batch
@@ -233,9 +235,8 @@ class Samples:
             self.tables, self.data = self.data.tables(), None
             ops = dict.fromkeys(verdict.op for verdict in found.values() if verdict.interact and verdict.op)
             if ops:
-                error = InteractionError()
-                error.ops = tuple(ops)
-                raise error
+                raise _interaction(ops)
+            self.pooled = {slot: found.pop(slot) for slot in [slot for slot, v in found.items() if v.pooled]}
             self.known.update({slot: v.layout for slot, v in found.items() if isinstance(v.layout, Block)})
             self.moved.update({slot: v for slot, v in found.items() if isinstance(v.layout, Labels)})
             if not self.known:
@@ -244,6 +245,12 @@ class Samples:
     def evidence(self) -> dict[Slot, Layout]:
         """All that is known inside."""
         return {**self.known, **{slot: v.layout for slot, v in self.moved.items() if v.layout is not None}}
+
+    def pooled_below(self, reading: Reading, tape: Tape) -> dict[Slot, Layout]:
+        """Data in which samples met, and that the samples of this reading may use; it is not known how."""
+        nodes = {slot[0] for slot in self.pooled}
+        used = bool(nodes) and any(tape.reaches(node, nodes.__contains__) for node, _ in reading.roots.slots)
+        return dict.fromkeys(self.pooled, Labels(self.batch, torch.zeros(1, dtype=torch.long))) if used else {}
 
     def _saved(self, tape: Tape) -> Iterator[tuple[Slot, Layout]]:
         """Results of ops that were given an input of the call, though no function of weights was seen to be."""
@@ -263,6 +270,9 @@ class Samples:
         Evidence is needed for what was not promised; with ``follow``, for everything, if the data can give any.
         """
         agreed = self.compare(plan, mixed=False)
+        ops = dict.fromkeys(str(v.op) for slot, v in self.pooled.items() if _is_used(plan, slot, v.layout))
+        if ops:
+            raise _interaction(ops)
         for slot, promised in zip(reading.roots.slots, reading.promised, strict=True):
             needed = not promised or (follow and bool(self.known))
             live = slot[0] in plan.tape.edges and 0 not in plan.tape.shape(slot)
@@ -279,6 +289,18 @@ class Samples:
                 raise Disagreement(self.moved[slot].op if slot in self.moved else None)
             agreed.update([slot[0]] if isinstance(state, Layout) else [])  # what looks like a batch may be shared
         return agreed
+
+
+def _is_used(plan: Plan, slot: Slot, layout: Layout | None) -> bool:
+    """Does a sample use what was made of several ones, or other samples' rows?"""
+    state = plan.map.cotangents.get(slot)
+    return state in (Flow.MIXED, Flow.SHARED) or (layout is None and state is not None)
+
+
+def _interaction(ops: Iterable[str]) -> InteractionError:
+    error = InteractionError()
+    error.ops = tuple(ops)
+    return error
 
 
 def _leads_to(tape: Tape, node: Node, goals: set[Node]) -> bool:
