@@ -23,8 +23,8 @@ from ..graph.tape import Slot
 from .judge import Choices, judged
 from .origins import SMALL, Origins
 from .replay import Made, Place, Replay, Source, Step, Stranger
-from .samples import Verdict
 from .trees import leaves, tree_map
+from .verdicts import Verdict
 from .weight import ExpandedWeight
 
 _MOST = 1024  # functions that are noted

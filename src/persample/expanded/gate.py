@@ -26,9 +26,10 @@ from ..graph.roots import Roots, slot_of
 from ..graph.saved import keeps_graph, version, will_run
 from ..graph.tape import Tape, walk
 from .contributions import contributions
-from .samples import Disagreement, Reading, Samples, UnknownBatch
+from .samples import Samples
 from .tables import interact_without
 from .tried import Tried
+from .verdicts import Disagreement, Reading, UnknownBatch
 
 
 class Receiver(NamedTuple):

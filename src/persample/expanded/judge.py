@@ -9,7 +9,7 @@ from torch import Tensor
 from ..graph.layout import Layout, Shape, labels
 from .registry import name_of
 from .replay import Place, Replay, Unfit, Way, decoded, depends_on_several, fitting
-from .samples import Verdict
+from .verdicts import Verdict
 
 Choices = Callable[[Shape], Sequence[Layout]]  # the layouts that fit a shape
 

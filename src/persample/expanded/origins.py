@@ -82,12 +82,12 @@ class Origins:
                 self._taint(*given)
         for made in leaves(result):
             if type(made) is Tensor and not any(made is t for t in given):
-                self._share(made, given, nobodys)
+                self._share(made, given, nobodys, single=made is result)
 
-    def _share(self, result: Tensor, given: Sequence[Tensor], nobodys: bool) -> None:
-        if all(map(self.is_shared, given)):
+    def _share(self, result: Tensor, given: Sequence[Tensor], nobodys: bool, single: bool) -> None:
+        if single and all(map(self.is_shared, given)):
             self._shared.add(id(result))
-        if given and all(map(self.is_weight, given)):
+        if single and given and all(map(self.is_weight, given)):
             self._weights.add(id(result))
         if nobodys:
             self._nobodys[id(result)] = _memory(result)

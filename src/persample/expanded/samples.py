@@ -8,72 +8,28 @@ the data do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, product
-from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 from torch.nn.utils.rnn import PackedSequence
 
-from .._errors import InteractionError, UnsupportedError
+from .._errors import InteractionError
 from ..graph.layout import Block, Labels, Layout, Shape, carry, join, strides
 from ..graph.plan import Plan
 from ..graph.roots import Roots, slot_of
 from ..graph.saved import in_checkpoint, tensor
 from ..graph.site import Flow, weights_only
 from ..graph.tape import Slot, Tape, op_name
+from .verdicts import Data, Disagreement, Reading, UnknownBatch, Verdict
 
 # Nodes that save their data: under which name, and how many of its first dims the result keeps (0: all).
 _SAVED_DATA = {"Addmm": ("mat1", 1), "Mm": ("self", 1), "Convolution": ("input", 1), "Embedding": ("indices", 0)}
 _TRIES = 64  # readings of one set of tensors
 _Start = tuple[Slot, Tensor, list[Layout]]  # a place to start from, its cotangent, and where its samples may lie
-
-
-class UnknownBatch(UnsupportedError):
-    """The samples cannot be told apart in what a call returned."""
-
-
-class Disagreement(Exception):
-    """A reading of the results contradicts what is known inside; ``op`` is the function that moved samples, if any.
-
-    ``unproven`` if nothing contradicts it, but nothing confirms it either.
-    """
-
-    def __init__(self, op: str | None = None, unproven: bool = False) -> None:
-        super().__init__(op)
-        self.op, self.unproven = op, unproven
-
-
-class Verdict(NamedTuple):
-    """Where a result of data carries its samples, as far as can be seen."""
-
-    layout: Layout | None = None
-    op: str | None = None  # the function that put samples elsewhere than in a dim of their own, or made them interact
-    interact: bool = False
-    pooled: bool = False  # does it hold several samples, and no batch? Then none of them may use all of it
-
-
-class Data(Protocol):
-    """Data that were computed from the inputs of a call, and met weights."""
-
-    def found(self, choices: Callable[[Shape], Sequence[Layout]], known: Collection[Slot]) -> dict[Slot, Verdict]:
-        """Results of data and weights, but those of unchanged inputs that are known."""
-
-    def tables(self) -> Sequence[Slot]:
-        """What was computed from weights, and from constants that no input went into."""
-
-
-@dataclass(frozen=True)
-class Reading:
-    """One way to read the results: where to start a backward, and whether this is what was promised."""
-
-    roots: Roots
-    promised: Sequence[bool]  # of every root
-    usual: bool  # is every batch where it would be expected?
-    returned: bool  # does it start from the results themselves?
 
 
 @dataclass(slots=True)

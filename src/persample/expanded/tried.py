@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .._errors import InteractionError
-from .samples import Disagreement, Reading
+from .verdicts import Disagreement, Reading
 
 
 @dataclass
