@@ -18,7 +18,7 @@ from .layout import Labels, Layout, labels, sample_dims
 from .library import PRECOMPUTED, op_of
 from .names import READS, WEIGHT_VIEWS
 from .readers import misread
-from .rows import Alignment, goes_by_sample, memory_of_rows
+from .rows import Alignment, Below, goes_by_sample, memory_of_rows
 from .site import Flow, computes_with_data
 from .tape import Tape, is_leaf, op_name
 
@@ -183,8 +183,9 @@ def _holding_samples(tape: Tape, map: Map) -> set[Node]:
         if is_leaf(node):
             continue
         if node in fed:
-            here = found if alignment.may_hold_samples(node, map.batch) else excused
-            here.update([node] if here is found or alignment.is_excused(node, map.batch) else [])
+            origin = alignment.origin(node, map.batch)
+            found.update([node] if origin is Below.SAMPLES else [])
+            excused.update([node] if origin is Below.ALIGNED and op_name(node) not in READS else [])
         alignment.descend(node)
     return found | (_used_by_sample(tape, map, excused) if excused else set())
 

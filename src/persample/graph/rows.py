@@ -31,6 +31,14 @@ from .site import Site, Sites, computes_with_data, weights_only
 from .tape import Slot, Tape, is_leaf, op_name
 
 
+class Below(Enum):
+    """What something was computed from."""
+
+    WEIGHTS = "weights, and constants that cannot be the samples'"
+    ALIGNED = "constants that might be, but run along another dim of the samples' tensors"
+    SAMPLES = "what may be data of the batch"
+
+
 class Alignment:
     """For tensors that all samples share: which of their dims run along one of the samples' own tensors.
 
@@ -61,29 +69,18 @@ class Alignment:
         alike = before is not None and places is not None and same(before, places)
         self._places[slot] = places if alike else None
 
-    def may_hold_samples(self, node: Node, batch: int) -> bool:
-        """Do constants enter here along a dim that may be the samples'?"""
+    def origin(self, node: Node, batch: int) -> Below:
+        """What may the constants be that enter here?"""
         shape, places = self._tape.shapes(node)[0], self._places.get((node, 0))
+        doubtful = [d for d in constant_dims(node, shape) if self._may_be(shape[d], batch)]
+        if not doubtful or bool(ask(node, _reads_by_counting)):
+            return Below.WEIGHTS
         aligned = () if places is None else sample_dims(places, shape)
-        doubtful = any(self._may_be(shape[d], batch) and d not in aligned for d in constant_dims(node, shape))
-        return doubtful and not bool(ask(node, _reads_by_counting))
-
-    def is_excused(self, node: Node, batch: int) -> bool:
-        """Is there such a dim, that runs along another one of the samples' tensors?"""
-        shape = self._tape.shapes(node)[0]
-        return any(self._may_be(shape[d], batch) for d in constant_dims(node, shape)) and op_name(node) not in READS
+        return Below.ALIGNED if all(d in aligned for d in doubtful) else Below.SAMPLES
 
     def _may_be(self, size: int, batch: int) -> bool:
         """Can so many be the samples, or their parts?"""
         return size % batch == 0 or size in self._sizes
-
-
-class Below(Enum):
-    """What something was computed from."""
-
-    WEIGHTS = "weights, and constants that cannot be the samples'"
-    ALIGNED = "constants that might be, but run along another dim of the samples' tensors"
-    SAMPLES = "what may be data of the batch"
 
 
 def below_product(tape: Tape, sites: Sites, site: Site, k: int, batch: int, sizes: Collection[int]) -> Below:
@@ -96,9 +93,10 @@ def below_product(tape: Tape, sites: Sites, site: Site, k: int, batch: int, size
     for node in tape.order:
         if node in below and not is_leaf(node):
             if computes_with_data(tape, node):
-                if is_opaque(node) or alignment.may_hold_samples(node, batch):
-                    return Below.SAMPLES
-                found = Below.ALIGNED if alignment.is_excused(node, batch) else found
+                origin = Below.SAMPLES if is_opaque(node) else alignment.origin(node, batch)
+                if origin is Below.SAMPLES:
+                    return origin
+                found = origin if origin is Below.ALIGNED else found
             alignment.descend(node)
     return found if below.isdisjoint(tape.data) else Below.SAMPLES
 
@@ -135,6 +133,9 @@ def _followed(site: Site, k: int, places: Layout) -> Layout | None:
     fate = rule(site, k, [places])
     if isinstance(fate, Layout):
         return fate
+    read = _read_dims(site)
+    if read is not None and k == 0 and set(read) <= set(sample_dims(places, shape)):
+        return _places(target, [0])  # a table that is read place by place has rows of places
     kept = []
     for d in sample_dims(places, shape):
         alone = rule(site, k, [Block(shape[d], strides(shape)[d])])
@@ -143,11 +144,29 @@ def _followed(site: Site, k: int, places: Layout) -> Layout | None:
     return _places(target, kept)
 
 
+def _read_dims(site: Site) -> list[int] | None:
+    """The dims of a result that come from the integers by which rows of a table were read; None if none were."""
+    if site.name == "Embedding":
+        ids = len(site.shapes[0]) - 1
+    elif site.name in ("Index", "UnsafeIndex"):
+        first, *others = site.value("indices")
+        if first is None or any(t is not None for t in others):
+            return None
+        ids = first.ndim
+    else:
+        return [0] if site.name == "IndexSelect" and site.number("dim") == 0 else None
+    return [d for d in range(ids) if site.shapes[0][d] > 1]
+
+
 def _matched(tape: Tape, site: Site, k: int) -> Iterator[int]:
     """The dims of a shared operand that another one, computed from samples, has too."""
     others = {at: slot for at, slot in enumerate(site.edges) if slot is not None and at != k}
     mine = {at: tape.shape(slot) for at, slot in others.items() if not weights_only(tape, slot[0])}
-    if is_opaque(site.node) or not mine:
+    if is_opaque(site.node):
+        return
+    if not others and site.name in POINTWISE:  # a mask, whose shape is not known: it has what the result has
+        mine = {k: site.shapes[0]}
+    if not mine:
         return
     if site.name in LETTERS and k in LETTERS[site.name][1]:
         operands = LETTERS[site.name][1]
