@@ -18,6 +18,8 @@ SMALL = 1024  # elements of a constant of unknown origin, as a mean or a scale
 # Ways out of tensors, by which data may come back as constants; shapes and truth values are no data.
 _ESCAPES = frozenset("item tolist numpy __array__ __int__ __float__ __complex__ __index__ __dlpack__".split())
 
+_HOLD_TENSORS = (Tensor, tuple, list)
+
 
 class Origins:
     """What tensors are made of, by id, as long as they live.
@@ -66,7 +68,8 @@ class Origins:
         """Call a function that is given no data."""
         result, first = func(*args, **kwargs), args[0] if args else None
         if not isinstance(first, Tensor) or self.is_shared(first):  # no activation
-            self._follow(func, args, kwargs, result)
+            if result is None or isinstance(result, _HOLD_TENSORS) or _name(func) in _ESCAPES:
+                self._follow(func, args, kwargs, result)
         elif _name(func) in _ESCAPES:
             self._lost = True
         elif kwargs.get("out") is not None:
