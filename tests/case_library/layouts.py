@@ -135,6 +135,7 @@ def losses_in_another_order(B: int) -> Program:
 
 @case(batches=(5, 1, 0), interacts=True)
 def losses_sorted(B: int) -> Program:
+    """Whose loss comes first depends on all."""
     net, x = nn.Linear(3, 4), torch.randn(B, 3)
     return net, lambda: score(net(x)).sort().values
 

@@ -122,7 +122,7 @@ def definition_of(case: Case, mean: bool) -> Outcome:
 
 
 def expanded_run(case: Case, reduction: str, expand: Iterable[Slot] | None = None) -> Outcome:
-    """The same call with expanded parameters (`expand`: only these) and one backward.
+    """The same call with expanded parameters (`expand`: only these, the others are parameters) and one backward.
 
     `totals` holds what arrives in `.grad` of the parameters that are not expanded.
     """
@@ -131,10 +131,13 @@ def expanded_run(case: Case, reduction: str, expand: Iterable[Slot] | None = Non
     originals = pick(args, kwargs, case.params)
     data = {name: t for name, t in pick(args, kwargs, case.data).items() if t.requires_grad}
     others = _others(case, args, kwargs)
-    for slot in chosen:
-        weight = ExpandedWeight(originals[str(slot)], case.batch, reduction)
-        weight.set_batch_first(case.batch_first)
-        (kwargs if isinstance(slot, str) else args)[slot] = weight  # type: ignore[index]
+    for slot in case.params:
+        given: Any = kwargs if isinstance(slot, str) else args
+        if slot in chosen:
+            given[slot] = ExpandedWeight(originals[str(slot)], case.batch, reduction)
+            given[slot].set_batch_first(case.batch_first)
+        else:
+            given[slot] = originals[str(slot)] = nn.Parameter(originals[str(slot)].detach())
     output = first(case.fn(*args, **kwargs))
     losses = sample_losses([(output, case.out_dim)]) if output.dim() else output
     (losses.mean() if reduction == "mean" else losses.sum()).backward()

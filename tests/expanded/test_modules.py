@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -137,7 +138,6 @@ def test_loss_fused_with_its_gradient(reduction: str) -> None:
 
 TABLES = {
     "padding": (lambda: nn.Embedding(5, 2, padding_idx=1), {}),
-    "frequency": (lambda: nn.Embedding(5, 2, scale_grad_by_freq=True), {}),
     "sparse": (lambda: nn.Embedding(5, 2, sparse=True), {}),
     "bag-sum": (lambda: nn.EmbeddingBag(5, 2, mode="sum", padding_idx=1), {}),
     "bag-mean": (lambda: nn.EmbeddingBag(5, 2, mode="mean", padding_idx=1), {}),
@@ -157,11 +157,14 @@ def test_options_of_embeddings(option: str) -> None:
     compare(ModuleCase(option, built(make, training=True), (indices,), kwargs, len(indices)))
 
 
-def test_bags_scaled_by_frequency() -> None:
-    """There is no rule for these; the exact slow way is taken and says so."""
-    module = built(lambda: nn.EmbeddingBag(5, 2, mode="mean", scale_grad_by_freq=True), training=True)
-    with pytest.warns(ps.PerformanceWarning, match="EmbeddingBag"):
-        compare(ModuleCase("", module, (torch.tensor([[0, 1, 1, 3], [4, 4, 2, 1]]),), {}, 2))
+@pytest.mark.parametrize("make", [nn.Embedding, partial(nn.EmbeddingBag, mode="mean")], ids=["rows", "bags"])
+def test_tables_scaled_by_frequency(make: Callable[..., nn.Module]) -> None:
+    """How often an index stands in the whole batch divides every sample's gradient; one sample is nobody else's."""
+    module = built(lambda: make(5, 2, scale_grad_by_freq=True), training=True)
+    case = ModuleCase("", module, (torch.tensor([[0, 1, 1, 3], [4, 4, 2, 1]]),), {}, 2)
+    with pytest.raises(ps.InteractionError, match="samples interact in Embedding"):
+        compare(case)
+    compare(replace(case, args=(case.args[0][:1],), batch=1))
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])

@@ -6,12 +6,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import persample as ps
+from persample.expanded import ExpandedWeight
 from tests.expanded.helpers import both_reductions, ids, r, squares
 from tests.expanded.weights import Fn, Shape, check
+from tests.reference import assert_same, definition
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -155,3 +157,30 @@ def test_functions_without_a_rule(name: str, B: int, reduction: str) -> None:
             check(fn, data(B), *shapes, reduction=reduction, dim=dim)
     else:
         check(fn, data(B), *shapes, reduction=reduction, dim=dim)
+
+
+class TestPlainWeightAsLongAsTheBatch:
+    """Beside an expanded one: a parameter is no data, of any other tensor nobody knows."""
+
+    def setup_method(self) -> None:
+        self.x, self.w, self.b = (torch.randn(shape, dtype=torch.float64) for shape in [(3, 3), (3, 2), (2,)])
+        self.b.requires_grad_()
+
+    def test_a_parameter(self) -> None:
+        w = nn.Parameter(self.w)
+        want = definition(torch.addmm(self.b, self.x, w).square().sum(1), [self.b, w])
+        torch.addmm(ExpandedWeight(self.b, 3, "sum"), self.x, w).square().sum().backward()
+        assert_same([self.b.grad_sample, w.grad[None]], {"0": want["0"], "1": want["1"].sum(0, keepdim=True)})
+
+    def test_another_tensor(self) -> None:
+        out = torch.addmm(ExpandedWeight(self.b, 3, "sum"), self.x, self.w.requires_grad_())
+        with pytest.raises(ps.UnsupportedError, match=r"addmm returned.*is told from data if it is an nn.Parameter"):
+            out.square().sum().backward()
+        assert not hasattr(self.b, "grad_sample")
+
+    def test_samples_that_are_a_parameter(self) -> None:
+        """Codes that are trained with the model, a row for every sample."""
+        x, w = nn.Parameter(self.x), self.w.requires_grad_()
+        want = definition(torch.addmm(self.b, x, w).square().sum(1), [w])
+        torch.addmm(self.b.detach(), x, ExpandedWeight(w, 3, "sum")).square().sum().backward()
+        assert_same([w.grad_sample], want)

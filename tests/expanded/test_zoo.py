@@ -17,7 +17,6 @@ REFUSED = {
     "clip": "interact",
     "siglip": "interact",
     "encodec": "batch",  # its inputs disagree on the batch size
-    "wav2vec2-bert": "interact",  # a table of T x T positions, T a multiple of B, cannot be told from data
 }
 
 

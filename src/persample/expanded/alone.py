@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..factors import Factor
 from ..graph.roots import slot_of
@@ -52,6 +52,8 @@ def call_alone(
     def replace(leaf: Any) -> Any:
         if isinstance(leaf, cls):
             return leaf.leaf
+        if isinstance(leaf, nn.Parameter) and leaf.requires_grad:
+            return stand_ins.of_parameter(leaf)
         if isinstance(leaf, Tensor) and (leaf.requires_grad or (follow and _holds_samples(leaf, samples))):
             return stand_ins[leaf]
         return leaf
@@ -99,7 +101,8 @@ def _computed(cls: type[ExpandedWeight], leaf: Any, weights: Sequence[ExpandedWe
 
 
 def _holds_samples(t: Tensor, samples: Samples) -> bool:
-    return (t.is_floating_point() or t.is_complex()) and holds_batch(t, samples.batch, samples.dim)
+    numbers = t.is_floating_point() or t.is_complex()
+    return numbers and not isinstance(t, nn.Parameter) and holds_batch(t, samples.batch, samples.dim)
 
 
 def _samples(

@@ -16,17 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..graph.layout import Layout, Shape
+from ..graph.layout import Shape
 from ..graph.roots import slot_of
 from ..graph.saved import version
 from ..graph.tape import Slot
-from .registry import name_of
-from .replay import Made, Place, Replay, Source, Step, Stranger, Unfit, Way, decoded, depends_on_several, fitting
-from .samples import Verdict
+from .judge import Choices, judged
+from .origins import SMALL, Origins
+from .replay import Made, Place, Replay, Source, Step, Stranger
 from .trees import leaves, tree_map
+from .verdicts import Verdict
 from .weight import ExpandedWeight
 
-_SMALL = 1024  # elements of a constant of unknown origin, as a mean or a scale
 _MOST = 1024  # functions that are noted
 _KEPT = 4096  # answers
 
@@ -55,7 +55,6 @@ class _Meeting:
     direct: bool  # is it a function of unchanged inputs?
 
 
-_Choices = Callable[[Shape], Sequence[Layout]]  # the layouts that fit a shape
 _FOUND: dict[Any, Verdict] = {}  # of functions and shapes that were seen before
 
 
@@ -69,9 +68,7 @@ class Followed(TorchFunctionMode):
         self._next = len(sources)
         own = [*module.parameters(), *module.buffers()]
         self._own = {id(t) for t in own if t.is_floating_point()}
-        # What does not depend on samples: the module's own tensors, and what was computed from them; by id.
-        self._shared = {id(t) for t in [*own, *others]}
-        self._weights: set[int] = set()  # those made of trainable weights alone
+        self._origins = Origins(own, others)
         self._alive: list[weakref.ref[Tensor]] = []
         self._steps: list[Step] = []
         self._meetings: list[_Meeting] = []
@@ -81,27 +78,15 @@ class Followed(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if torch.compiler.is_compiling() or len(self._steps) >= _MOST:
+            self._origins.lose_track()
             return func(*args, **kwargs)
         if self._has_data(args) or (kwargs and self._has_data(kwargs.values())):
             return self._of_data(func, args, kwargs)
-        result = func(*args, **kwargs)
-        if type(result) is Tensor:
-            first = args[0] if args else None
-            if not isinstance(first, Tensor) or self._is_shared(first):  # no activation
-                self._share(result, args, kwargs)
-        return result
+        return self._origins.follow(func, args, kwargs)
 
     def _has_data(self, values: Iterable[Any]) -> bool:
         numbers = self._numbers
         return any(id(v) in numbers or (isinstance(v, (list, tuple)) and self._has_data(v)) for v in values)
-
-    def _share(self, result: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if all(self._is_shared(t) for t in tensors) and not any(result is t for t in tensors):
-            self._shared.add(id(result))
-            if tensors and all(self.is_weight(t) for t in tensors):
-                self._weights.add(id(result))
-            self._watch(result)
 
     def _of_data(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         given = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -111,6 +96,7 @@ class Followed(TorchFunctionMode):
         changes = tuple(i for i, t in enumerate(given) if _version(t) != before[i])
         returned = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
         outputs = returned + [given[i] for i in changes]
+        self._origins.meet_data(func, [given[i] for i in changes])
         if outputs and all(self._can_be_replaced(t) for t in given) and not _has_offsets(func, args, kwargs):
             self._note(func, args, kwargs, given, outputs, changes, active)
         else:
@@ -159,31 +145,24 @@ class Followed(TorchFunctionMode):
 
     def _watch(self, t: Tensor) -> None:
         """Forget a tensor's id when it dies."""
-        key, numbers, others = id(t), self._numbers, (self._shared, self._weights)
-
-        def forget(_: object) -> None:
-            numbers.pop(key, None)
-            for ids in others:
-                ids.discard(key)
-
-        self._alive.append(weakref.ref(t, forget))
+        key, numbers = id(t), self._numbers
+        self._alive.append(weakref.ref(t, lambda _: numbers.pop(key, None)))
 
     def is_weight(self, t: Tensor) -> bool:
         """Is it a weight, or computed from weights alone?"""
-        return isinstance(t, ExpandedWeight) or id(t) in self._weights
+        return self._origins.is_weight(t)
+
+    def tables(self) -> Sequence[Slot]:
+        """What was computed from weights, and from constants that no input went into."""
+        return self._origins.tables()
 
     def _is_active(self, t: Tensor) -> bool:
         """Is it a weight, or computed from weights and whatever else?"""
         return isinstance(t, ExpandedWeight) or (t.requires_grad and id(t) not in self._numbers)
 
-    def _is_shared(self, t: Tensor) -> bool:
-        """Is it a weight, of the module, a small constant, or computed from such alone?"""
-        small = not t.requires_grad and t.numel() <= _SMALL
-        return isinstance(t, ExpandedWeight) or id(t) in self._shared or small
-
     def _can_be_replaced(self, t: Tensor) -> bool:
         """Data are given again, constants are kept, and other numbers are replaced by noise; indices cannot be."""
-        return id(t) in self._numbers or self._is_shared(t) or t.is_floating_point() or t.is_complex()
+        return id(t) in self._numbers or self._origins.is_shared(t) or t.is_floating_point() or t.is_complex()
 
     def _replaced(self, leaf: Any, changed: bool) -> Any:
         """An argument as it is noted."""
@@ -191,7 +170,7 @@ class Followed(TorchFunctionMode):
             return leaf
         if id(leaf) in self._numbers:
             return Made(self._numbers[id(leaf)])
-        if changed or not self._is_shared(leaf):
+        if changed or not self._origins.is_shared(leaf):
             return Stranger(leaf)
         return ExpandedWeight.unwrap(leaf)
 
@@ -204,7 +183,7 @@ class Followed(TorchFunctionMode):
             or all(t.is_floating_point() or t.is_complex() or id(t) not in self._numbers for t in given)
         )
 
-    def found(self, choices: Callable[[Shape], Sequence[Layout]], known: Collection[Slot]) -> dict[Slot, Verdict]:
+    def found(self, choices: Choices, known: Collection[Slot]) -> dict[Slot, Verdict]:
         """What running again shows of results of data and weights; those of unchanged inputs may be known already."""
         found, replay = {}, Replay(self._steps, self._sources, self._batch)
         for meeting in self._meetings:
@@ -213,7 +192,7 @@ class Followed(TorchFunctionMode):
             key = self._signature(replay, meeting)
             verdict = None if key is None else _FOUND.get(key)
             if verdict is None:
-                verdict = _judged(replay, meeting.place, choices)
+                verdict = judged(replay, meeting.place, choices)
                 if key is not None:
                     _FOUND[key] = verdict
             found[meeting.slot] = verdict
@@ -241,7 +220,7 @@ class Followed(TorchFunctionMode):
         """What counts of an argument; None if more than can be compared."""
         if not isinstance(leaf, Tensor):
             return repr(leaf)
-        if id(leaf) not in self._own and not leaf.requires_grad and leaf.numel() <= _SMALL:
+        if id(leaf) not in self._own and not leaf.requires_grad and leaf.numel() <= SMALL:
             return tuple(leaf.shape), leaf.dtype, tuple(leaf.detach().flatten().tolist())
         shape_counts = by_shape or (leaf.is_floating_point() and (id(leaf) in self._own or leaf.requires_grad))
         return (tuple(leaf.shape), leaf.dtype) if shape_counts else None
@@ -259,56 +238,3 @@ def _has_offsets(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappin
 
 def _plain_name(func: Callable[..., Any]) -> str:
     return getattr(func, "__name__", "").strip("_")
-
-
-def _judged(replay: Replay, place: Place, choices: _Choices) -> Verdict:
-    """What the pattern of one result says."""
-
-    def fits(pattern: Tensor) -> bool:
-        return bool(fitting(pattern, choices(tuple(pattern.shape)), replay.batch))
-
-    seen = replay.shown(place, fits)
-    if seen is None:
-        return Verdict()
-    way, pattern = seen
-    if not choices(tuple(pattern.shape)):  # a mean over samples, say, to which data may contribute that are apart
-        return _judged_by_data(replay, place, way)
-    if fits(pattern):
-        found = fitting(pattern, choices(tuple(pattern.shape)), replay.batch)
-        return Verdict(found[0] if len(found) == 1 else None)
-    if not replay.is_deterministic(place, way) or _is_by_coincidence(replay, place, fits):
-        return Verdict()
-    interact = depends_on_several(pattern, replay.batch)
-    return Verdict(None if interact else decoded(pattern, replay.batch), _culprits(replay, place, way, fits), interact)
-
-
-def _judged_by_data(replay: Replay, place: Place, way: Way) -> Verdict:
-    """What data say that went into a result which has no batch."""
-    step = replay.steps[place[0]]
-    makers = {number: (i, k) for i, s in enumerate(replay.steps[: place[0]]) for k, number in enumerate(s.numbers)}
-    given = [makers[number] for number in step.uses() if number in makers]
-    try:
-        patterns = replay.patterns(given, way) if given else {}
-    except Unfit:
-        return Verdict()
-    meet = [made for made, pattern in patterns.items() if depends_on_several(pattern, replay.batch)]
-    return Verdict(None, _culprits(replay, meet[0], way, lambda pattern: True), interact=True) if meet else Verdict()
-
-
-def _is_by_coincidence(replay: Replay, place: Place, fits: Callable[[Tensor], bool]) -> bool:
-    """Do inputs disagree of which each keeps samples apart? Then some is a table that is as long as the batch."""
-    alone = [replay.shown(place, fits, only=number) for number in range(len(replay.sources))]
-    return len(alone) > 1 and all(seen is None or fits(seen[1]) for seen in alone)
-
-
-def _culprits(replay: Replay, place: Place, way: Way, fits: Callable[[Tensor], bool]) -> str:
-    """Of the functions that lead to a result, the first in which samples meet, and the first that moves them."""
-    before = [(i, k) for i in replay.needed(place) if i != place[0] for k in range(len(replay.steps[i].numbers))]
-    try:
-        patterns = replay.patterns(before, way) if before else {}
-    except Unfit:
-        patterns = {}
-    meet = [i for (i, _), pattern in patterns.items() if depends_on_several(pattern, replay.batch)]
-    moved = [i for (i, _), p in patterns.items() if len(p[p != 0].unique()) > 1 and not fits(p)]
-    first = sorted({*sorted(meet)[:1], *sorted(moved)[:1]}) or [place[0]]
-    return ", ".join(name_of(replay.steps[i].func) for i in first)

@@ -7,6 +7,7 @@ graph behind it, hands every weight's factor over, and lets the gradients of the
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -14,18 +15,21 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .._errors import InteractionError
+from .._errors import InteractionError, PerformanceWarning
 from ..factors import Dense, combine
 from ..graph.capture import PartsSink, Sink
 from ..graph.entry import Check, capture_from
-from ..graph.plan import plan
+from ..graph.plan import Plan, plan
 from ..graph.roots import Roots, slot_of
 from ..graph.saved import keeps_graph, version, will_run
 from ..graph.tape import Tape, walk
 from .contributions import contributions
-from .samples import Disagreement, Reading, Samples, UnknownBatch
+from .samples import Samples
+from .tables import interact_without
+from .tried import Tried
+from .verdicts import Disagreement, Reading, UnknownBatch
 
 
 class Receiver(NamedTuple):
@@ -109,48 +113,51 @@ class Recording:
     def _several(self, asked: _Backward) -> tuple[Tensor | None, ...]:
         """The engine's work, for the first reading of the outputs that agrees with what is known inside."""
         tape = self.tape or walk([slot_of(y)[0] for y in asked.outputs], [*self.leaves.values(), *self.inputs])
-        tape.data = {slot_of(x)[0] for x in self.inputs}
+        tape.data = {slot_of(x)[0] for x in self.inputs if not isinstance(x, nn.Parameter)}
         self._settle(tape)
+        tried = Tried()
         try:
-            moved: dict[str, None] = {}
-            unlikely: InteractionError | None = None
             for readings in self.samples.readings(asked.outputs, asked.cotangents, tape):
-                meeting: InteractionError | None = None
                 for reading in readings:
                     try:
                         return self._capture(reading, asked, tape)
                     except Disagreement as error:
-                        moved.update({error.op: None} if error.op and all(reading.promised) else {})
+                        tried.disagrees(reading, error)
                     except InteractionError as error:
-                        meeting = meeting or (error if reading.likely else None)
-                        unlikely = unlikely or error
-                if meeting is not None:
-                    raise self._interaction(meeting.ops)
+                        wrong = self._contradiction(reading, tape)
+                        if wrong is None and self._is_by_coincidence(reading, tape):
+                            with warnings.catch_warnings():
+                                warnings.filterwarnings("ignore", "samples interact in", PerformanceWarning)
+                                return self._capture(reading, asked, tape, independent=False)
+                        tried.interacts(reading, error, wrong)
+                if ops := tried.certain():
+                    raise self._interaction(ops)
         except UnknownBatch as error:
             raise UnknownBatch(f"{self.what}: {error}") from error
-        if unlikely is not None:
-            raise self._interaction(unlikely.ops)
-        if moved:
-            raise self._interaction(tuple(moved))
+        if ops := tried.likeliest():
+            raise self._interaction(ops)
         raise UnknownBatch(
             f"cannot tell the samples apart in what {self.what} returned, of shapes "
             f"{[tuple(y.shape) for y in asked.outputs]}: expected dim {self.samples.dim} to be the batch of "
             f"{self.samples.batch}, as it is in the inputs"
+            + (". A weight that is not expanded is told from data if it is an nn.Parameter" if self.follow else "")
         )
 
-    def _capture(self, reading: Reading, asked: _Backward, tape: Tape) -> tuple[Tensor | None, ...]:
-        """One backward; raises before anything is run if the reading is wrong."""
+    def _capture(
+        self, reading: Reading, asked: _Backward, tape: Tape, independent: bool = True
+    ) -> tuple[Tensor | None, ...]:
+        """One backward; raises before anything is run if the reading is wrong, or samples are not ``independent``."""
         if self.follow:
-            tensors = [*self.leaves.values(), *self.inputs]
-            self.samples.verify(plan(reading.roots, tensors, data=tape.data), reading, follow=True)
+            self.samples.verify(self._plan(reading, tape), reading, follow=True)
         test = partial(self.samples.verify, reading=reading, follow=False)
-        check = Check(test, self.samples.evidence(), tuple(reading.promised))
+        known = {**self.samples.evidence(), **self.samples.pooled_below(reading, tape)}
+        check = Check(test, known, tuple(reading.promised))
         return capture_from(
             reading.roots,
             self.leaves,
             asked.receiver.sink,
             retain_graph=asked.keep,
-            independent=True,
+            independent=independent,
             trust_unseen=True,
             tell_bytes=asked.receiver.tell_bytes,
             sink_parts=asked.receiver.sink_parts,
@@ -158,6 +165,28 @@ class Recording:
             plain=[slot_of(x) for x in asked.plain],
             tape=self.tape if set(reading.roots.slots) == {slot_of(y) for y in self.outputs} else None,
         )
+
+    def _plan(self, reading: Reading, tape: Tape) -> Plan:
+        """All that leads to weights or inputs."""
+        return plan(reading.roots, [*self.leaves.values(), *self.inputs], data=tape.data)
+
+    def _contradiction(self, reading: Reading, tape: Tape) -> Disagreement | None:
+        """What is known inside may show that it is the reading that is wrong, and not the samples that interact."""
+        try:
+            self.samples.compare(self._plan(reading, tape))
+        except Disagreement as error:
+            return error
+        return None
+
+    def _is_by_coincidence(self, reading: Reading, tape: Tape) -> bool:
+        """Is all that looks like an interaction a table that is as long as the batch? Then rows are exact anyway."""
+        found = self._plan(reading, tape)
+        try:
+            self.samples.verify(found, reading, follow=False)
+        except (Disagreement, InteractionError):
+            return False
+        tensors = [*self.leaves.values(), *self.inputs]
+        return not interact_without(self.samples.tables, found.tape, reading.roots, tensors)
 
     def _settle(self, tape: Tape) -> None:
         """Find out where data carry their samples, and refuse functions of data in which they meet."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from .trees import leaves
@@ -59,6 +59,10 @@ class StandIns:
         if id(x) not in self._pairs:
             self._pairs[id(x)] = (x, x.detach().requires_grad_())
         return self._pairs[id(x)][1]
+
+    def of_parameter(self, p: Tensor) -> Tensor:
+        """What stands for a parameter that is not expanded, and is no data."""
+        return self._pairs.setdefault(id(p), (p, nn.Parameter(p.detach())))[1]
 
     def let_in(self, plain: Tensor) -> None:
         """A leaf that stands for itself."""

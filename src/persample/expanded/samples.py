@@ -8,64 +8,28 @@ the data do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, product
-from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 from torch.nn.utils.rnn import PackedSequence
 
-from .._errors import InteractionError, UnsupportedError
+from .._errors import InteractionError
 from ..graph.layout import Block, Labels, Layout, Shape, carry, join, strides
 from ..graph.plan import Plan
 from ..graph.roots import Roots, slot_of
 from ..graph.saved import in_checkpoint, tensor
 from ..graph.site import Flow, weights_only
 from ..graph.tape import Slot, Tape, op_name
+from .verdicts import Data, Disagreement, Reading, UnknownBatch, Verdict
 
 # Nodes that save their data: under which name, and how many of its first dims the result keeps (0: all).
 _SAVED_DATA = {"Addmm": ("mat1", 1), "Mm": ("self", 1), "Convolution": ("input", 1), "Embedding": ("indices", 0)}
 _TRIES = 64  # readings of one set of tensors
 _Start = tuple[Slot, Tensor, list[Layout]]  # a place to start from, its cotangent, and where its samples may lie
-
-
-class UnknownBatch(UnsupportedError):
-    """The samples cannot be told apart in what a call returned."""
-
-
-class Disagreement(Exception):
-    """A reading of the results contradicts what is known inside; ``op`` is the function that moved samples, if any."""
-
-    def __init__(self, op: str | None = None) -> None:
-        super().__init__(op)
-        self.op = op
-
-
-class Verdict(NamedTuple):
-    """Where a result of data carries its samples, as far as can be seen."""
-
-    layout: Layout | None = None
-    op: str | None = None  # the function that put samples elsewhere than in a dim of their own, or made them interact
-    interact: bool = False
-
-
-class Data(Protocol):
-    """Data that were computed from the inputs of a call, and met weights."""
-
-    def found(self, choices: Callable[[Shape], Sequence[Layout]], known: Collection[Slot]) -> dict[Slot, Verdict]:
-        """Results of data and weights, but those of unchanged inputs that are known."""
-
-
-@dataclass(frozen=True)
-class Reading:
-    """One way to read the results: where to start a backward, and whether this is what was promised."""
-
-    roots: Roots
-    promised: Sequence[bool]  # of every root
-    likely: bool  # is every batch where it would be expected? Then what contradicts it are the samples, not the reading
 
 
 @dataclass(slots=True)
@@ -76,7 +40,9 @@ class Samples:
     dim: int  # of the batch, in inputs and results
     known: dict[Slot, Layout] = field(default_factory=dict)
     moved: dict[Slot, Verdict] = field(default_factory=dict)  # data whose samples are in another order, or in many dims
+    pooled: dict[Slot, Verdict] = field(default_factory=dict)  # results in which samples have met, or some of them lie
     shared: set[Slot] = field(default_factory=set)  # results that were computed from weights alone
+    tables: Sequence[Slot] = ()  # computed from weights, and from constants that no input went into
     inputs: Sequence[Tensor] = ()  # of the call, those with a batch
     data: Data | None = None  # computed from them
     packed: PackedSequence | None = None  # the call's one packed input, if it has one
@@ -163,7 +129,7 @@ class Samples:
                 for (slot, _, shape), u, r in zip(places, usual, returned, strict=True)
             ]
             roots = Roots(slots, layouts, self.batch, grads)
-            yield Reading(roots, promised, all(usual) or all(returned))
+            yield Reading(roots, promised, all(usual), all(returned))
 
     def _is_state(self, choices: Sequence[Layout], shape: Shape) -> bool:
         """May this be a recurrent state, (layers, B, features)?"""
@@ -222,12 +188,11 @@ class Samples:
         """Find out what was left until now: from data run again, or else from inputs that nodes have saved."""
         if self.data is not None:
             found = {slot: v for slot, v in self.data.found(self.choices, self.known).items() if slot[0] in tape.edges}
-            self.data = None
+            self.tables, self.data = self.data.tables(), None
             ops = dict.fromkeys(verdict.op for verdict in found.values() if verdict.interact and verdict.op)
             if ops:
-                error = InteractionError()
-                error.ops = tuple(ops)
-                raise error
+                raise _interaction(ops)
+            self.pooled = {slot: found.pop(slot) for slot in [slot for slot, v in found.items() if v.pooled]}
             self.known.update({slot: v.layout for slot, v in found.items() if isinstance(v.layout, Block)})
             self.moved.update({slot: v for slot, v in found.items() if isinstance(v.layout, Labels)})
             if not self.known:
@@ -236,6 +201,12 @@ class Samples:
     def evidence(self) -> dict[Slot, Layout]:
         """All that is known inside."""
         return {**self.known, **{slot: v.layout for slot, v in self.moved.items() if v.layout is not None}}
+
+    def pooled_below(self, reading: Reading, tape: Tape) -> dict[Slot, Layout]:
+        """Data in which samples met, and that the samples of this reading may use; it is not known how."""
+        nodes = {slot[0] for slot in self.pooled}
+        used = bool(nodes) and any(tape.reaches(node, nodes.__contains__) for node, _ in reading.roots.slots)
+        return dict.fromkeys(self.pooled, Labels(self.batch, torch.zeros(1, dtype=torch.long))) if used else {}
 
     def _saved(self, tape: Tape) -> Iterator[tuple[Slot, Layout]]:
         """Results of ops that were given an input of the call, though no function of weights was seen to be."""
@@ -254,19 +225,38 @@ class Samples:
 
         Evidence is needed for what was not promised; with ``follow``, for everything, if the data can give any.
         """
-        agreed: set[Node] = set()
-        for slot, layout in self.evidence().items():
-            state = plan.map.cotangents.get(slot)
-            if state is Flow.MIXED or (
-                isinstance(state, Layout) and join(state, layout, plan.tape.shape(slot)) is None
-            ):
-                raise Disagreement(self.moved[slot].op if slot in self.moved else None)
-            agreed.update([slot[0]] if isinstance(state, Layout) else [])  # what looks like a batch may be shared
+        agreed = self.compare(plan, mixed=False)
+        ops = dict.fromkeys(str(v.op) for slot, v in self.pooled.items() if _is_used(plan, slot, v.layout))
+        if ops:
+            raise _interaction(ops)
         for slot, promised in zip(reading.roots.slots, reading.promised, strict=True):
             needed = not promised or (follow and bool(self.known))
             live = slot[0] in plan.tape.edges and 0 not in plan.tape.shape(slot)
             if needed and live and not plan.tape.reaches(slot[0], agreed.__contains__):
-                raise Disagreement
+                raise Disagreement(unproven=True)
+
+    def compare(self, plan: Plan, mixed: bool = True) -> set[Node]:
+        """The nodes where a reading agrees with what is known; it may say that samples have ``mixed`` there."""
+        agreed: set[Node] = set()
+        for slot, layout in self.evidence().items():
+            state = plan.map.cotangents.get(slot)
+            differs = isinstance(state, Layout) and join(state, layout, plan.tape.shape(slot)) is None
+            if differs or (state is Flow.MIXED and not mixed):
+                raise Disagreement(self.moved[slot].op if slot in self.moved else None)
+            agreed.update([slot[0]] if isinstance(state, Layout) else [])  # what looks like a batch may be shared
+        return agreed
+
+
+def _is_used(plan: Plan, slot: Slot, layout: Layout | None) -> bool:
+    """Does a sample use what was made of several ones, or other samples' rows?"""
+    state = plan.map.cotangents.get(slot)
+    return state in (Flow.MIXED, Flow.SHARED) or (layout is None and state is not None)
+
+
+def _interaction(ops: Iterable[str]) -> InteractionError:
+    error = InteractionError()
+    error.ops = tuple(ops)
+    return error
 
 
 def _leads_to(tape: Tape, node: Node, goals: set[Node]) -> bool:
