@@ -16,8 +16,8 @@ __all__ = ["OLDEST", "TESTED", "check", "release"]
 
 Release = tuple[int, int]
 
-OLDEST: Final[Release] = (2, 10)  # from here on, saved tensors show that a checkpoint holds them back
-TESTED: Final[tuple[Release, ...]] = ((2, 10), (2, 13), (2, 14), (2, 15))
+OLDEST: Final[Release] = (2, 13)
+TESTED: Final[tuple[Release, ...]] = ((2, 13), (2, 14), (2, 15))
 
 
 def release(version: str) -> Release | None:

@@ -1,4 +1,4 @@
-"""PyTorch's private names that `persample.distributed` and the graph rely on. Holds for torch 2.10 to 2.15."""
+"""PyTorch's private names that `persample.distributed` and the graph rely on. Holds for torch 2.13 to 2.15."""
 
 from __future__ import annotations
 

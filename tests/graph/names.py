@@ -15,9 +15,7 @@ NODES = frozenset(_strip(name) for name in dir(torch._C._functions) if not name.
 
 # Nodes that not all releases have, with those of `persample._releases.TESTED` that do.
 SOME: Mapping[str, frozenset[tuple[int, int]]] = {
-    "Aminmax": frozenset({(2, 13), (2, 14), (2, 15)}),
-    "Cholesky": frozenset({(2, 10), (2, 13)}),
-    "Ldexp": frozenset({(2, 13), (2, 14), (2, 15)}),
+    "Cholesky": frozenset({(2, 13)}),
 }
 
 # Python nodes of DDP and FSDP2; tests/distributed/test_names.py looks them up.

@@ -1,4 +1,4 @@
-"""What reentrant checkpoints keep, and how PyTorch's engine calls them. Holds for torch 2.10 to 2.13."""
+"""What reentrant checkpoints keep, and how PyTorch's engine calls them. Holds for torch 2.13 to 2.15."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every private name and behaviour of PyTorch that persample relies on. Holds for torch 2.10 to 2.15.
+"""Every private name and behaviour of PyTorch that persample relies on. Holds for torch 2.13 to 2.15.
 
 On any other torch one test is skipped, to say so, and the others tell which names are gone.
 """

@@ -4,7 +4,7 @@ The graph of a sharded model holds full parameters, which are not those of ``mod
 while the module runs. Weights are gathered before anything else, module by module: how often the engine passes a module
 depends on a rank's samples (none, one, or enough for a probe), what the ranks gather together must not.
 
-The names used here are private to PyTorch, and hold for torch 2.10 to 2.15; ``tests/distributed/test_names.py`` looks
+The names used here are private to PyTorch, and hold for torch 2.13 to 2.15; ``tests/distributed/test_names.py`` looks
 them up, those that only some releases have with the releases.
 """
 

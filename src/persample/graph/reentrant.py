@@ -5,7 +5,7 @@ the function, its inputs and the state of the random numbers, and runs it again 
 again before, on inputs of its own, and the graph that this records is read like any other. It is recorded as a
 non-reentrant checkpoint, so that what its ops save is not kept either: a region costs one more run, and no memory.
 
-The node's attributes are private: they hold for torch 2.10 to 2.13; ``tests/graph/test_reentrant.py`` checks the names
+The node's attributes are private: they hold for torch 2.13 to 2.15; ``tests/graph/test_reentrant.py`` checks the names
 and behaviours used here.
 """
 

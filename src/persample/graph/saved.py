@@ -1,6 +1,6 @@
 """Reading what autograd nodes saved: the one module that touches private attributes of PyTorch.
 
-Holds for torch 2.10 to 2.15; ``tests/graph/test_saved.py`` checks the names and behaviours used here.
+Holds for torch 2.13 to 2.15; ``tests/graph/test_saved.py`` checks the names and behaviours used here.
 
 Non-reentrant checkpointing lets every saved tensor be unpacked once per backward, and recomputes a region once per
 backward that unpacks anything of it. A read during the backward would use up the node's own turn; `unpacked_often`
@@ -323,7 +323,7 @@ def read_last(node: Node) -> dict[str, Tensor]:
 if not (hasattr(torch._C._autograd.SavedTensor, "data") and hasattr(_Holder(), "handles")):
     # Where a region begins would go unnoticed, and it would be read as if there were none.
     raise ImportError(
-        f"torch {torch.__version__} does not show which saved tensors a checkpoint holds back, as 2.10 to 2.15 do: "
+        f"torch {torch.__version__} does not show which saved tensors a checkpoint holds back, as 2.13 to 2.15 do: "
         f"install one of these"
     )
 
