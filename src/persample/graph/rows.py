@@ -132,18 +132,17 @@ def _weights_dims(tape: Tape, site: Site, k: int) -> set[int]:
     if site.name not in POINTWISE or is_opaque(site.node):
         return set()
     target = site.target(k)
-    weights = [
-        tape.shape(s) for at, s in enumerate(site.edges) if s is not None and at != k and weights_only(tape, s[0])
-    ]
-    return {d for d, n in enumerate(target) if n > 1 and any(own == target for own in weights)}
+    others = [slot for at, slot in enumerate(site.edges) if slot is not None and at != k]
+    if not any(tape.shape(slot) == target and weights_only(tape, slot[0]) for slot in others):
+        return set()
+    return {d for d, n in enumerate(target) if n > 1}
 
 
 def _followed(site: Site, k: int, places: Layout) -> Layout | None:
     """Where places go in output k of a node: all together, or at least those along single dims."""
     shape, target, rule = site.shapes[0], site.target(k), FLOWS.get(site.name)
-    if site.name in ("AsStrided", "CopySlices") and prod(shape) == prod(
-        target
-    ):  # an op in place on a view of all of it
+    in_place = site.name in ("AsStrided", "CopySlices")
+    if in_place and prod(shape) == prod(target):  # on a view of the whole tensor
         return reshape(places, shape, target)
     if rule is None or is_opaque(site.node):
         return None
@@ -270,7 +269,8 @@ def is_data(t: Tensor) -> bool:
 
 def memory_of_rows(node: Node) -> set[int]:
     """Where the constants of a node are kept."""
-    return {t.untyped_storage().data_ptr() for t in saved.constants(node) if t.ndim > 1 and is_data(t)}
+    plain = [t for t in saved.constants(node) if t.ndim > 1 and is_data(t) and t.layout == torch.strided]
+    return {t.untyped_storage().data_ptr() for t in plain}
 
 
 def goes_by_sample(site: Site, layout: Layout) -> bool:
