@@ -110,6 +110,13 @@ def an_input_unused(net: Net, h: Tensor, run: Run) -> Tensor:
     return run(lambda a, b: net.linear[0](a), h, run(net.pair(1), net.linear[4](h)))
 
 
+def an_input_unused_below_a_use(net: Net, h: Tensor, run: Run) -> Tensor:
+    """Of the two uses of a layer, the engine takes the one to lead to the other."""
+    before = net.linear[0](h)
+    after = net.linear[0](run(lambda a, b: net.linear[1](a).tanh(), h.detach().requires_grad_(), before))
+    return after * before
+
+
 def an_input_given_twice(net: Net, h: Tensor, run: Run) -> Tensor:
     return run(lambda a, b: net.linear[0](a) * b, h, h)
 
@@ -228,7 +235,8 @@ def closure_that_is_detached(net: Net, h: Tensor, run: Run) -> Tensor:
 
 FAST = [
     one, one_linear, several_and_between, around_and_inside, branches, called_twice, tied, several_tensors,
-    an_output_unused, the_same_output_twice, an_input_unused, an_input_given_twice, identity, detached_inside,
+    an_output_unused, the_same_output_twice, an_input_unused, an_input_unused_below_a_use, an_input_given_twice,
+    identity, detached_inside,
     closure_of_an_unused_output, closure_that_is_detached, parameters_as_inputs, weights_from_a_region, merged_weight,
     many_kinds, other_places, reordered, loop_over_samples,
     in_place, nested, nested_three_deep, nested_at_once, dropout, nested_dropout, sequential, tensor_hooks,

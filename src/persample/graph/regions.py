@@ -142,10 +142,12 @@ class _Run:
         passed = leading_to([node for (node, _), _ in starts], {node for node, _ in slots} | set(live))
         # Where the engine is to go no further, it hands over the cotangents, and the region is run after.
         last = {node: self._cotangents(node) for node in live if node not in passed}
+        # An input that a function does not use leads on for the engine alone: it runs nodes that are read afterwards.
+        going_on = any(node in passed for node, _ in asked)
         with ExitStack() as stack:
             for node in checkpoints:
                 stack.enter_context(run_instead(node, partial(self._through, node)))
-            got = _grad(starts, [*slots, *chain(*last.values())], retain_graph=self.retain_graph)
+            got = _grad(starts, [*slots, *chain(*last.values())], retain_graph=self.retain_graph or going_on)
             for node, cotangents in last.items():
                 self._through(node, [got.pop(slot) for slot in cotangents])
         for slot in asked:
