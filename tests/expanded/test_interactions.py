@@ -78,7 +78,7 @@ DATA_PLACES = "first first-without-grad below-frozen above-frozen beside beside-
 @pytest.mark.parametrize("name", [*ALL, *WRITES])
 def test_functions_of_data(name: str, where: str) -> None:
     f, op = {**ALL, **WRITES}[name]
-    for reduction in ("sum", "mean"):
+    for reduction in ("sum", "mean") if where == "first" else ("sum",):
         refused(placed(where, f), r(B, C), op=op, loss_reduction=reduction)
 
 
