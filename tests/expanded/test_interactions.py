@@ -71,7 +71,10 @@ def _written(f: Function) -> Callable[[Run, Tensor], Tensor]:
     return body
 
 
-DATA_PLACES = "first first-without-grad below-frozen above-frozen beside beside-last into-an-activation".split()
+DATA_PLACES = [
+    *"first below-frozen beside into-an-activation".split(),
+    *[pytest.param(where, marks=pytest.mark.slow) for where in ("first-without-grad", "above-frozen", "beside-last")],
+]
 
 
 @pytest.mark.parametrize("where", DATA_PLACES)
