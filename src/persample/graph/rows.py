@@ -144,7 +144,7 @@ def _followed(site: Site, k: int, places: Layout) -> Layout | None:
     in_place = site.name in ("AsStrided", "CopySlices")
     if in_place and prod(shape) == prod(target):  # on a view of the whole tensor
         return reshape(places, shape, target)
-    if rule is None or is_opaque(site.node):
+    if rule is None or is_opaque(site.node) or 0 in (*shape, *target):
         return None
     fate = rule(site, k, [places])
     if isinstance(fate, Layout):
