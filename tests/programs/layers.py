@@ -105,8 +105,8 @@ def channel_norm(w: Program) -> bool:
         w.h = F.instance_norm(w.h, weight=scale, bias=shift, eps=0.1)
     else:
         mean, var = w.randn(channels), w.randn(channels).square() + 0.5
-        w.h = F.batch_norm(w.h, mean, var, scale, shift, training=False)
-    w.h = w.h.flatten().view(w.h.shape)  # PyTorch's batch norm on CPU gets some transposed cotangents wrong
+        w.h = F.batch_norm(w.h.contiguous(), mean, var, scale, shift, training=False)
+    w.h = w.h.flatten().view(w.h.shape)  # PyTorch's batch norm on CPU gets some transposed tensors wrong
     return True
 
 

@@ -166,7 +166,7 @@ def _read_dims(site: Site) -> list[int] | None:
         ids = len(site.shapes[0]) - 1
     elif site.name in ("Index", "UnsafeIndex"):
         first, *others = site.value("indices")
-        if first is None or any(t is not None for t in others):
+        if first is None or first.dtype in (torch.bool, torch.uint8) or any(t is not None for t in others):
             return None
         ids = first.ndim
     else:
@@ -251,7 +251,7 @@ def _only_counts(node: Node) -> bool:
 
 def counts_positions(t: Tensor) -> bool:
     """Are these integers 0, 1, 2, … in steps of any size, or distances between such numbers (the same on diagonals)?"""
-    if is_data(t) or max(t.shape, default=0) < 3:  # two numbers always count
+    if is_data(t) or not t.numel() or max(t.shape, default=0) < 3:  # two numbers always count
         return False
     if bool((t == t.reshape(-1)[0]).all()):  # which says nothing
         return False

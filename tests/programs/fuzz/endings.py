@@ -70,7 +70,8 @@ def end(w: Writer) -> None:
             ["{a} + 0.5 * {b}", "{a} * {b}", "torch.maximum({a}, {b})", "torch.stack([{a}, {b}]).sum(0)", "{a} - {b}"]
         )
         name = w.named("l", form.format(a=name, b=second))
-    if w.chance(0.1 + w.mix / 2):
+    hooked = any("register_hook" in line for line in w.lines)  # docs/contract.md: not run below an interaction
+    if w.chance(0.1 + w.mix / 2) and not hooked:
         name = w.named("l", w.pick(AFTER).format(l=name))
     w.line(f"losses = {name} + anchor({w.anchor})" if w.anchor else f"losses = {name}")
     losses = w.env["losses"]
