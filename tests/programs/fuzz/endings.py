@@ -1,4 +1,4 @@
-"""How a program ends: one loss per sample, from one value or two."""
+"""How a program ends: one loss per sample, from one value or two, sometimes with a hook on the way."""
 
 from __future__ import annotations
 
@@ -37,13 +37,19 @@ AFTER = [
 ]  # fmt: skip
 
 
-def _one(w: Writer, v: Value) -> str:
+# As docs/contract.md has it: the same for every element, on tensors in which samples are apart.
+HOOKS = ["g * 2", "g.clamp(-0.5, 0.5)", "None", "g.tanh()", "g.neg()", "g.clone()", "g.mul_(2)", "(g.mul_(2), None)[1]"]
+
+
+def _one(w: Writer, v: Value, plain: bool = False) -> str:
     """An expression for one loss per sample."""
     v = w.apart(v)
     h = v.name
+    if plain:
+        w.line(f"{h}.register_hook(lambda g: {w.pick(HOOKS)})")
     if not v.free:
         return w.pick(["{}", "{}.square()", "{}.tanh()"]).format(h)
-    if w.chance(0.55):
+    if plain or w.chance(0.55):
         dims = f"({', '.join(str(d) for d in v.free)},)" if len(v.free) > 1 else str(v.free[0])
         return w.pick(PLAIN).format(h=h, d=dims)
     if v.at:
@@ -63,14 +69,14 @@ def end(w: Writer) -> None:
     known = [v for v in w.values if v.tensor.requires_grad and v.at >= 0]
     if not known:
         raise CannotBeWritten("nothing to end with")
-    name = w.named("l", _one(w, known[-1]))
-    if w.chance(0.3):
+    hooked = not w.mix and w.chance(0.2)
+    name = w.named("l", _one(w, known[-1], plain=hooked))
+    if w.chance(0.3) and not hooked:
         second = w.named("l", _one(w, w.pick(known)))
         form = w.pick(
             ["{a} + 0.5 * {b}", "{a} * {b}", "torch.maximum({a}, {b})", "torch.stack([{a}, {b}]).sum(0)", "{a} - {b}"]
         )
         name = w.named("l", form.format(a=name, b=second))
-    hooked = any("register_hook" in line for line in w.lines)  # docs/contract.md: not run below an interaction
     if w.chance(0.1 + w.mix / 2) and not hooked:
         name = w.named("l", w.pick(AFTER).format(l=name))
     w.line(f"losses = {name} + anchor({w.anchor})" if w.anchor else f"losses = {name}")

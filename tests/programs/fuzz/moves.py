@@ -1,4 +1,4 @@
-"""Ops without parameters: views, indexing, reductions, elementwise and in-place ops, hooks, complex numbers."""
+"""Ops without parameters: views, indexing, reductions, elementwise and in-place ops, complex numbers."""
 
 from __future__ import annotations
 
@@ -195,17 +195,6 @@ def in_place(w: Writer) -> Value:
     w.line(form.format(h=u.name, v=v.name, w=w.weight() if "{w}" in form else ""))
     w.env[u.name].sum()
     return w.keep(u, f"{u.name} * 1")
-
-
-@op
-def hook(w: Writer) -> None:
-    """As docs/contract.md has it: on tensors in which samples are apart, and the same for every element."""
-    if w.mix:
-        raise CannotBeWritten
-    v = w.take()
-    elementwise = ["g * 2", "g.clamp(-0.5, 0.5)", "None", "g.tanh()", "g.neg()", "g.clone()", "-g"]
-    action = w.pick([*elementwise, "g.mul_(2)", "(g.mul_(2), None)[1]"])
-    w.line(f"{v.name}.register_hook(lambda g: {action})")
 
 
 @op
