@@ -268,3 +268,21 @@ def test_checkpointing_still_saves_memory() -> None:
     )
     assert ours < 0.75 * plain, f"{ours:.0f} MB with, {plain:.0f} MB without checkpointing"
     assert ours < 1.5 * ordinary, f"{ours:.0f} MB, an ordinary backward {ordinary:.0f} MB"
+
+
+def test_a_table_in_a_checkpoint_at_the_gate() -> None:
+    """What the table was read by is not looked at where it could be unpacked only once."""
+
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(2, 1).double())
+
+        def forward(self, x: Tensor) -> Tensor:
+            inner = lambda t: t @ self.table[[1, 1, 0]]  # noqa: E731
+            return torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=False).amax((1, 2))  # type: ignore[no-any-return]
+
+    model, x = Scores(), torch.randn(2, 2, 3).double()
+    want = definition(model(x), model)
+    ps.call_for_per_sample_grads(model)(x).sum().backward()
+    assert_same({"table": model.table.grad_sample}, want)  # type: ignore[attr-defined]

@@ -146,6 +146,8 @@ def _followed(site: Site, k: int, places: Layout) -> Layout | None:
         return reshape(places, shape, target)
     if rule is None or is_opaque(site.node) or 0 in (*shape, *target):
         return None
+    if site.name in READS and saved.in_checkpoint(site.node):  # whose integers can be read once only
+        return None
     fate = rule(site, k, [places])
     if isinstance(fate, Layout):
         return fate
