@@ -209,3 +209,14 @@ def test_selective_checkpoints_that_would_have_to_run_often() -> None:
     losses = checkpoint(inner, x, use_reentrant=False, context_fn=chosen).square().sum(1)
     with pytest.raises(ps.UnsupportedError, match=r"selective checkpointing.*without context_fn"):
         ps.grad(losses, linear)
+
+
+def test_cotangents_that_were_never_written() -> None:
+    """The second derivative of ``abs`` is a zero that PyTorch does not write out."""
+    x = torch.randn(2, 1, dtype=torch.float64, requires_grad=True)
+
+    def losses() -> Tensor:
+        (slope,) = torch.autograd.grad(x.abs().sum(), x, create_graph=True)
+        return slope.sum(1) + x.sum(1)
+
+    assert_same(ps.grad(losses(), [x]), definition(losses(), [x]))

@@ -12,13 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from .._errors import UnsupportedError
-from .saved import is_custom, version
+from .saved import has_memory, is_custom, version
 from .tape import Slot
 
 
@@ -103,5 +102,4 @@ class Births:
 
 
 def _memory(t: Tensor) -> int:
-    plain = type(t) is Tensor and t.layout == torch.strided  # wrappers of other tensors have no memory of their own
-    return t.untyped_storage().data_ptr() if plain else id(t)
+    return t.untyped_storage().data_ptr() if has_memory(t) else id(t)

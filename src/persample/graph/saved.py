@@ -97,6 +97,11 @@ def version(t: Tensor) -> int:
     return 0 if t.is_inference() else int(t._version)
 
 
+def has_memory(t: Tensor) -> bool:
+    """Is this a tensor with numbers of its own, and no wrapper of others, sparse one or zero that was never written?"""
+    return type(t) is Tensor and t.layout == torch.strided and not t._is_zerotensor()
+
+
 def keeps_graph() -> bool:
     """Was the backward under way asked to keep its graph?"""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())

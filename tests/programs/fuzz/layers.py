@@ -154,7 +154,13 @@ def channel_norm(w: Writer) -> Value:
     else:
         training = "False"
     stats = f"draw({c}), draw({c}).square() + 0.5"
-    return w.keep(v, f"F.batch_norm({v.name}, {stats}, {w.maybe(c)}, {w.maybe(c)}, training={training}, eps=0.1)")
+    options = f"{stats}, {w.maybe(c)}, {w.maybe(c)}, training={training}, eps=0.1"
+    return w.keep(v, in_order(v, f"F.batch_norm({v.name}.contiguous(), {options})"))
+
+
+def in_order(v: Value, expression: str) -> str:
+    """PyTorch's batch norm on CPU gets some transposed inputs and cotangents wrong: here they never are."""
+    return f"{expression}.flatten().view({v.name}.shape)"
 
 
 @op

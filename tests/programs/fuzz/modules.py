@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .layers import in_order
 from .writer import CannotBeWritten, Value, Writer, op
 
 
@@ -95,7 +96,7 @@ def norm_module(w: Writer) -> Value:
     if not w.mix or w.chance():
         w.line(f"{m}.eval()")
     w.leaves.append(m)
-    return w.keep(v, f"{m}({v.name})")
+    return w.keep(v, in_order(v, f"{m}({v.name}.contiguous())"))
 
 
 @op
