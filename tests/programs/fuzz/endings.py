@@ -10,7 +10,8 @@ PLAIN += ["{h}.sum({d})"] * 3 + ["torch.linalg.vector_norm({h}, dim={d})", "{h}.
 FLAT = [
     "{f}.sum(1)", "{f}.max(1).values", "{f}.cumsum(1)[:, -1]", "{f}.norm(dim=1)", "{f}[:, 0]", "{f}.prod(1)",
     "{f}.var(1)",
-    "{f}.contiguous().median(1).values", "{f}.logsumexp(1)", "{f}.cumsum(1).mean(1)", "{f} @ {v}", "{f}.topk(1).values[:, 0]",
+    "{f}.contiguous().median(1).values",  # which PyTorch gets wrong for expanded tensors
+    "{f}.logsumexp(1)", "{f}.cumsum(1).mean(1)", "{f} @ {v}", "{f}.topk(1).values[:, 0]",
     'F.cross_entropy({f}, {i}, reduction="none")', 'F.mse_loss({f}, {x}, reduction="none").sum(1)',
     "{f}.cummax(1).values.sum(1)",
     'F.binary_cross_entropy_with_logits({f}, {x}.sigmoid(), reduction="none").mean(1)',

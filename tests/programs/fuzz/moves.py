@@ -100,7 +100,8 @@ def reduce(w: Writer) -> Value:
         [
             "{}.sum({}, {})", "{}.mean({}, {})", "{}.amax({}, {})", "{}.logsumexp({}, {})", "{}.var({}, keepdim={})",
             "torch.linalg.vector_norm({}, dim={}, keepdim={})", "{}.max({}, {}).values", "{}.prod({}, {})",
-            "{}.contiguous().median({}, {}).values", "{}.norm(dim={}, keepdim={})", "{}.amin({}, {})", "{}.std({}, keepdim={})",
+            "{}.contiguous().median({}, {}).values",
+            "{}.norm(dim={}, keepdim={})", "{}.amin({}, {})", "{}.std({}, keepdim={})",
             "torch.linalg.vector_norm({}, 1, {}, {})", "{}.kthvalue(1, {}, {}).values", "{}.nansum({}, {})",
         ]
     )  # fmt: skip
