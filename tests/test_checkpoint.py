@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -222,8 +223,13 @@ def test_a_weight_whose_view_is_changed_in_place_is_refused(kind: bool) -> None:
     net, _, _ = prepare(one, 3)
     x = torch.randn(3, 3).double()
     losses = _checkpoint(region, net, net.linear[2](x), use_reentrant=kind).square().sum(1)
-    with pytest.raises(ps.UnsupportedError, match=r"changes a view of weights in place.*returns a new tensor"):
-        ps.grad(losses, net)
+    try:
+        found = ps.grad(losses, net)
+    except ps.UnsupportedError as error:
+        said = str(error)
+        assert re.search(r"changes a view of weights in place.*returns a new tensor", said)
+    else:  # in releases that keep what the op saved
+        assert_same(found, definition(region(net, net.linear[2](x)).square().sum(1), net))
 
 
 MEMORY = """

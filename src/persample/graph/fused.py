@@ -81,6 +81,9 @@ def linear_cross_entropy(use: Use) -> Factor | None:
     """Logits are computed again: at once if the op did so, else as many rows at a time as it takes."""
     if use.k == 0 or use.lanes(1) is None or arguments(_BY_ROW) != _ARGUMENTS:
         return None
+    node: Any = use.site.node
+    if len(node.saved_tensors) != 5 or node.saved_tensors[2].is_floating_point():  # probabilities, from torch 2.15 on
+        return None
     memo, dtype = use.site.memo, use.site.metadata(use.k).dtype
     if "rows" not in memo:  # weight and bias share it
         memo["rows"] = _Rows(use, use.site.node)
