@@ -194,7 +194,7 @@ def test_a_part_is_frozen(part: str, tokens: tuple[Tensor, Tensor]) -> None:
 @pytest.mark.filterwarnings("ignore:linear_cross_entropy:UserWarning", "ignore::persample.PerformanceWarning")
 @pytest.mark.parametrize("given", [None, options(2)], ids=["no options", "options ignored"])
 def test_what_is_not_done_in_chunks(given: Any, tokens: tuple[Tensor, Tensor]) -> None:
-    """Smoothed labels and probabilities are ordinary ops; from torch 2.15 on, probabilities are not, and have no rule."""
+    """Smoothed labels and probabilities are ordinary ops; from torch 2.15 on, probabilities are one without a rule."""
     model, (ids, y) = Model(), tokens
     want = definition(_smoothed(model, ids, y), model)
     check(model.per_row(ids, y, label_smoothing=0.1, options=given), want, model)
