@@ -220,3 +220,23 @@ def test_cotangents_that_were_never_written() -> None:
         return slope.sum(1) + x.sum(1)
 
     assert_same(ps.grad(losses(), [x]), definition(losses(), [x]))
+
+
+def test_images_of_one_pixel_whose_channels_come_last() -> None:
+    """Strides of dims with one element may be of either order, and PyTorch's kernel for float64 wants one of them."""
+    x = torch.randn(2, 2, 1, 1, dtype=torch.float64).contiguous(memory_format=torch.channels_last)
+    w, b = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((1, 2, 1, 2), (1,)))
+    for given in (x, x.expand(2, 2, 3, 3).contiguous(memory_format=torch.channels_last)):
+        losses = lambda given=given: F.conv2d(given, w, b, padding=1).flatten(1).sum(1)  # noqa: E731
+        for params in ([w], [w, b]):
+            assert_same(ps.grad(losses(), params), definition(losses(), params))
+
+
+def test_independence_of_what_cannot_be_run_backwards() -> None:
+    """A weight that was not asked for lies below a tensor that was changed in place."""
+    x, w, v = X[:, :1], parameter(1, 1), parameter()
+    h = (x * w).clone()
+    h.copy_(h.sin() * v)
+    losses = torch.cat(h.split(1)[::-1]).sum(1) + h.sum(1)
+    with pytest.raises((ps.UnsupportedError, ps.InteractionError), match=r"changed in place|samples interact"):
+        ps.grad(losses, [v], independent=True)

@@ -138,7 +138,7 @@ def planned(
         found = plan(roots, tensors, plain, tape=tape)
         check_reached(found.tape, params)
         _refuse_module_hooks(found)
-        whole, everywhere = whole_graph(roots, found) if independent else (found.tape, found.map)
+        whole, everywhere = _looked_at(roots, found) if independent else (found.tape, found.map)
         meeting = interactions(whole, everywhere, thoroughly=independent)
         unseen = _unseen(whole) if independent else []
         if not meeting:
@@ -148,6 +148,18 @@ def planned(
     if seen is not None and not meeting and not unseen:
         remember(seen, found, notes)
     return found, meeting, unseen
+
+
+def _looked_at(roots: Roots, found: Plan) -> tuple[Tape, Map]:
+    try:
+        return whole_graph(roots, found)
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        raise UnsupportedError(
+            "whether samples interact cannot be told: a tensor that leads to parameters which were not asked for was "
+            "changed in place after an op had saved it. Use the op that returns a new tensor, or drop independent=True"
+        ) from error
 
 
 def whole_graph(roots: Roots, found: Plan) -> tuple[Tape, Map]:

@@ -26,7 +26,10 @@ def _image(t: Tensor) -> Tensor:
     """The same, but images whose channels come last in memory are left so: convolutions have kernels for them."""
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(t.ndim)
     t = t.resolve_conj().resolve_neg()
-    return t if last is not None and t.is_contiguous(memory_format=last) else t.contiguous()
+    in_order = t.is_contiguous() or t.dtype == torch.float64  # for which PyTorch's kernel refuses the other order
+    if last is not None and not in_order and t.is_contiguous(memory_format=last):
+        return t
+    return t.contiguous().view(-1).view(t.shape)  # dims of one element may have strides of either order
 
 
 def convolution(x: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
