@@ -338,7 +338,7 @@ def columns_of_a_table(n: int, H: int) -> Program:
 def features_of_a_table(n: int, H: int) -> Program:
     """Rows are read by constants, and features are as many as the samples."""
     table, x = nn.Embedding(9, H), torch.randn(n, H)
-    return table, lambda: (x + table(torch.tensor([1, 5, 5])).sum(0)).tanh().sum(1)
+    return table, lambda: (x + table(torch.tensor([1, 5, 5, 7, 8])).sum(0)).tanh().sum(1)
 
 
 @pytest.mark.parametrize(("n", "H"), [(2, 4), (4, 4), (3, 4), (2, 8), (8, 4)])
