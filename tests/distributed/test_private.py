@@ -79,7 +79,8 @@ def weights_of(model: nn.Module) -> list[Tensor]:
     return [p.full_tensor() if hasattr(p, "full_tensor") else p.clone() for p in found]
 
 
-def same(model: nn.Module, other: nn.Module, tolerance: float = 1e-9) -> None:
+def same(model: nn.Module, other: nn.Module, tolerance: float = 1e-5) -> None:
+    """Adam makes much of the last digit of a gradient that is nearly zero."""
     for got, want in zip(weights_of(model), weights_of(other), strict=True):
         torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 

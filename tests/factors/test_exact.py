@@ -203,8 +203,8 @@ def test_no_sample_adds_more_than_the_bound(name: str, dtype: torch.dtype, bound
     factor, unit = made(name, dtype), Unit.below(bound, 1000)
     weights = capped(factor, bound, unit)
     for b in range(B):
-        share = factor[b : b + 1].exact(unit, Workspace()).total(weights[b : b + 1])
-        assert share.dtype == torch.int64
+        share = factor[b : b + 1].exact(unit, Workspace()).totals(weights[b : b + 1])[0]
+        assert share.dtype == unit.dtype
         assert math.sqrt(sum(int(n) ** 2 for n in share.flatten())) * unit.size <= bound
 
 
@@ -212,12 +212,12 @@ def test_no_sample_adds_more_than_the_bound(name: str, dtype: torch.dtype, bound
 def test_shares_add_up_in_any_order(name: str, dtype: torch.dtype) -> None:
     factor, unit = made(name, dtype), Unit.below(1.0, 1000)
     weights = capped(factor, 1.0, unit)
-    whole = factor.exact(unit, Workspace()).total(weights)
+    whole = factor.exact(unit, Workspace()).totals(weights)[0]
     for space in (Workspace(), Workspace(1)):
-        apart = [factor[b : b + 1].exact(unit, space).total(weights[b : b + 1]) for b in torch.randperm(B).tolist()]
+        apart = [factor[b : b + 1].exact(unit, space).totals(weights[b : b + 1])[0] for b in torch.randperm(B).tolist()]
         assert torch.equal(torch.stack(apart).sum(0), whole)
     order = torch.randperm(B)
-    assert torch.equal(factor[order].exact(unit, Workspace(1)).total(weights[order]), whole)
+    assert torch.equal(factor[order].exact(unit, Workspace(1)).totals(weights[order])[0], whole)
 
 
 @pytest.mark.parametrize(("name", "dtype"), everything)
@@ -227,7 +227,7 @@ def test_shares_are_the_weighted_gradients(name: str, dtype: torch.dtype) -> Non
     exact = factor.exact(unit, Workspace())
     weights = capped(factor, 1.0, unit)
     want = (written(factor) * weights.view(-1, *[1] * (written(factor).ndim - 1))).sum(0)
-    found = exact.total(weights).double() * unit.size
+    found = exact.totals(weights)[0].double() * unit.size
     assert found.shape == want.shape
     stored = 0.0 if dtype in (torch.float32, torch.float64) else torch.finfo(dtype).eps  # where it is written out
     slack = weights.sqrt() * exact.limits.root + exact.limits.rest + weights * (2e-6 + stored) * exact.limits.size
@@ -252,7 +252,7 @@ def test_a_batch_of_nobody(name: str) -> None:
     factor, unit = made(name, torch.float32)[:0], Unit.below(1.0, 10)
     exact = factor.exact(unit, Workspace())
     assert exact.limits.weights(1.0).shape == (0,)
-    total = exact.total(torch.zeros(0, dtype=torch.float64))
+    total = exact.totals(torch.zeros(0, dtype=torch.float64))[0]
     assert total.shape[: len(factor.shape)] == factor.shape
     assert not total.any()
 
@@ -265,7 +265,7 @@ def test_a_ratchet_does_not_turn() -> None:
     for row in value:
         in_float32 += row
     unit = Unit.below(1.0, len(value))
-    total = Dense(value).exact(unit, Workspace()).total(torch.ones(len(value), dtype=torch.float64))
+    total = Dense(value).exact(unit, Workspace()).totals(torch.ones(len(value), dtype=torch.float64))[0]
     true = value.double().sum()
     assert abs(float(in_float32) - true) > 1e-4  # the attack works
     assert abs(float(total) * unit.size - true) < 1e-9

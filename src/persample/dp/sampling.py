@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -43,8 +44,8 @@ def shuffled(plan: Plan, source: Source, step: int) -> Iterator[list[int]]:
 
 
 def most_samples(plan: Plan) -> int:
-    """How many samples a batch may have: many times more than it ever has, by the plan's rate."""
-    return 4 * plan.batch_size + 1024 if plan.sampling == "poisson" else plan.batch_size
+    """How many samples a batch may have: with Poisson sampling, 20 standard deviations more than are expected."""
+    return plan.batch_size + (math.ceil(20 * math.sqrt(plan.batch_size)) + 20 if plan.sampling == "poisson" else 0)
 
 
 class Sampler:

@@ -17,18 +17,18 @@ from .clips import listed
 
 @dataclass(frozen=True)
 class Whole:
-    """Whole ``numbers`` of a unit, in int64. Complex numbers are pairs."""
+    """Whole ``numbers`` of a unit, of its dtype. Complex numbers are pairs."""
 
     numbers: Tensor
     unit: Unit
 
     def on_grid(self, grid: float | None) -> Tensor:
-        """In float64, rounded to multiples of a power of two; or just as they are.
+        """In float64, what is in int64 rounded to multiples of a power of two, if one is given.
 
-        Whole numbers are rounded as such: beyond 2**53, float64 would round them once more.
+        In float64 it would be rounded twice, as it may have more than 53 bits. May overwrite the numbers.
         """
         shift = 0 if grid is None else math.frexp(grid)[1] - 1 - self.unit.exponent
-        if grid is None or shift <= 0:
+        if grid is None or shift <= 0 or self.numbers.dtype == torch.float64:
             return self.numbers.double().mul_(self.unit.size)
         return ((self.numbers + (1 << (shift - 1))) >> shift).double().mul_(grid)
 
@@ -78,7 +78,7 @@ class Sums:
             numbers = self._found.pop(name, None)
             if numbers is None:
                 shape = (*p.shape, 2) if p.is_complex() else p.shape
-                numbers = torch.zeros(shape, dtype=torch.int64, device=p.device)
+                numbers = torch.zeros(shape, dtype=units[name].dtype, device=p.device)
             wholes.append(Whole(numbers, units[name]))
         if counted_in is not None:
             count = torch.zeros(1, dtype=torch.int64) if self._count is None else self._count

@@ -52,7 +52,7 @@ class Team:
 
     def give(self, p: Tensor, gradient: Tensor) -> None:
         """Make this the gradient of that part, in the parameter's dtype; complex numbers come as pairs."""
-        p.grad = (torch.view_as_complex(gradient) if p.is_complex() else gradient).to(p.dtype)
+        p.grad = (torch.view_as_complex(gradient.contiguous()) if p.is_complex() else gradient).to(p.dtype)
 
     def clipped(self, losses: Tensor, params: Mapping[str, Tensor], clip: ExactClippedSum) -> Clipped:
         """The clipped sum over this process's losses, by name, with its ``clipping``."""

@@ -40,7 +40,7 @@ class Several(Team):
     def _noisy_total(self, sums: Sequence[Whole], add_noise: AddNoise, stream: int = 0) -> list[Tensor]:
         """Local sums to the first process, in int64; noise there, and the result to all, in float64."""
         sizes = [whole.numbers.numel() for whole in sums]
-        line = torch.cat([whole.numbers.reshape(-1).to(self._device) for whole in sums])
+        line = torch.cat([whole.numbers.reshape(-1).to(self._device, torch.int64) for whole in sums])
         noisy = torch.empty_like(line, dtype=torch.float64)
         with self._all_there():
             dist.reduce(line, group=self._ranks.group, group_dst=0)
@@ -138,7 +138,7 @@ class Shards(Several):
         return local
 
     def give(self, p: Tensor, gradient: Tensor) -> None:
-        part = (torch.view_as_complex(gradient) if p.is_complex() else gradient).to(p.dtype)
+        part = (torch.view_as_complex(gradient.contiguous()) if p.is_complex() else gradient).to(p.dtype)
         p.grad = like_shard(p, part)
 
     def clipped(self, losses: Tensor, params: Mapping[str, Tensor], clip: ExactClippedSum) -> Clipped:
@@ -198,7 +198,7 @@ class _Scattered:
     def take(self, name: str) -> Tensor:
         p, total = self.params[name], self.found.take(name)
         if total is None:
-            total = torch.zeros(*p.shape, *[2] * p.is_complex(), dtype=torch.int64, device=p.device)
+            total = torch.zeros(*p.shape, *[2] * p.is_complex(), dtype=self.found.units[name].dtype, device=p.device)
         dist.all_reduce(total, group=self.ranks.group)
         return own_part(p, total)
 

@@ -94,6 +94,12 @@ class Factor(ABC):
         """The samples of a ``group`` of kin to which this factor belongs, one factor's after another's."""
         raise NotImplementedError(f"{type(self).__name__} has no kin")
 
+    def joined(self, group: Sequence[Self]) -> Factor | None:
+        """The same, with the norms that all of the group know; None if it cannot be had at once."""
+        whole = self.together(group)
+        whole._norms = torch.cat([factor.own_norms() for factor in group])
+        return whole
+
     @property
     def cancels(self) -> bool:
         """Can the terms that `weighted_sum` adds up for one sample cancel?"""
@@ -225,6 +231,11 @@ class Factor(ABC):
     def norm_bounds(self, space: Workspace | None = None) -> Tensor:
         """(B,): at least the norms, of gradients as they are and as they are written out, whatever was rounded."""
         return self.own_norms(space) * norm_error(self.dtype) + 2 * self.rounding()
+
+    @property
+    def rounds_written(self) -> bool:
+        """Are gradients written out to be rounded in `exact`? That depends on the shapes of one sample alone."""
+        return True
 
     def exact(self, unit: Unit, space: Workspace) -> Exact:
         """The same to be summed without rounding, in whole numbers of a unit."""

@@ -84,6 +84,10 @@ class View(Factor):
     def norm_bounds(self, space: Workspace | None = None) -> Tensor:
         return self.base.norm_bounds(space) if self.move.keeps else super().norm_bounds(space)
 
+    @property
+    def rounds_written(self) -> bool:
+        return not self.move.keeps or self.base.rounds_written
+
     def exact(self, unit: Unit, space: Workspace) -> Exact:
         if not self.move.keeps:
             return super().exact(unit, space)
@@ -117,13 +121,13 @@ class Moved(Exact):
         self._base, self._move, self._is_complex = base, move, is_complex  # whether the base is
         self.limits = base.limits
 
-    def total(self, weights: Tensor) -> Tensor:
-        total = self._base.total(weights)
+    def totals(self, weights: Tensor, parts: int = 1) -> Tensor:
+        total = self._base.totals(weights, parts)
         if isinstance(self._move, (Cast, AsComplex)):
             return total  # complex numbers are pairs already
-        parts = total.unbind(-1) if self._is_complex else (total,)
-        moved = [self._move(part.unsqueeze(0)).squeeze(0) for part in parts]
-        return torch.stack(moved, -1) if self._is_complex else moved[0]
+        if not self._is_complex:
+            return self._move(total)
+        return torch.stack([self._move(t) for t in total.unbind(-1)], -1)
 
 
 class Sum(Factor):
@@ -190,7 +194,13 @@ class Sum(Factor):
         both = tied(self.terms)
         return super().norm_bounds(space) if both is None else tied_bounds(self.own_norms(space), *both, space)
 
+    @property
+    def rounds_written(self) -> bool:
+        return any(term.rounds_written for term in self.terms)
+
     def exact(self, unit: Unit, space: Workspace) -> Exact:
+        if self.rounds_written and tied(self.terms) is None:
+            return super().exact(unit, space)
         return Several([term.exact(unit, space) for term in self.terms], self.norm_bounds(space))
 
     def weighted_sum(self, weights: Tensor, space: Workspace | None = None) -> Tensor:

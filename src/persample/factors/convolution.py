@@ -27,7 +27,7 @@ from ..kernels.convolution import (
 from ..kernels.gram import ROWS
 from ..kernels.norms import row_norms, wide
 from .base import Factor, Samples, Shape, deliver
-from .exact import Exact, Product, Unit, gram_bounds, roundoff
+from .exact import POSITIONS, Exact, Product, Unit, gram_bounds, roundoff
 from .workspace import Workspace
 
 _TEMPORARIES = 3  # times a gradient: room for what a kernel writes beside it
@@ -161,6 +161,10 @@ class Convolution(Factor):
         """As for outer products; every input is in at most as many patches as the kernel has places."""
         return row_norms(self.x) * row_norms(self.dy) * math.sqrt(prod(self.size[2:]))
 
+    @property
+    def rounds_written(self) -> bool:
+        return self.positions >= POSITIONS
+
     def rounding(self) -> Tensor:
         return roundoff(self.dtype, self.positions) * self.sizes()
 
@@ -171,11 +175,16 @@ class Convolution(Factor):
         return gram_bounds(self.own_norms(space), self.sizes(), terms, self.dtype)
 
     def exact(self, unit: Unit, space: Workspace) -> Exact:
-        def multiply(x: Tensor, dy: Tensor) -> Tensor:
-            return weight_summed(x, dy, self.size, self.geometry)
+        if self.rounds_written:
+            return super().exact(unit, space)
 
-        spread = math.sqrt(prod(self.size[2:]))
-        return Product((self.x, self.dy), multiply, self.norm_bounds(space), unit, space, spread=spread)
+        def multiply(x: Tensor, dy: Tensor, parts: int) -> Tensor:
+            pairs = zip(x.chunk(parts), dy.chunk(parts), strict=True) if len(x) else [(x, dy)] * parts
+            sums = [weight_summed(a, b, self.size, self.geometry) for a, b in pairs]
+            return torch.stack(sums).round_()  # some algorithms for convolutions do more than to add up products
+
+        norms, spread = (row_norms(self.x), row_norms(self.dy)), math.sqrt(prod(self.size[2:]))
+        return Product((self.x, self.dy), norms, multiply, self.norm_bounds(space), unit, space, spread=spread)
 
     def weighted_sum(self, weights: Tensor, space: Workspace | None = None) -> Tensor:
         """The library's own summed gradient, of scaled inputs or cotangents, whichever are fewer."""

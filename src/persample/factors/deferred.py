@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..kernels.norms import wide
 from .base import Factor, Samples, Shape
-from .exact import Exact, InParts, Unit, roundoff
+from .exact import ELEMENTS, POSITIONS, Exact, InTurns, Unit, roundoff
 from .outer import Outer
 from .workspace import Workspace
 
@@ -89,11 +89,15 @@ class Deferred(Factor):
     def norm_bounds(self, space: Workspace | None = None) -> Tensor:
         return torch.cat([self._known(some, space).norm_bounds(space) for some in self._slices()])
 
+    @property
+    def rounds_written(self) -> bool:
+        return self.dtype.is_complex or (self.positions >= POSITIONS and self.numel <= ELEMENTS)
+
     def exact(self, unit: Unit, space: Workspace) -> Exact:
         def made(some: slice) -> Callable[[], Exact]:
             return lambda: self._known(some, space).exact(unit, space)
 
-        return InParts([(some, made(some)) for some in self._slices()])
+        return InTurns([(some, made(some)) for some in self._slices()])
 
     def _known(self, some: slice, space: Workspace | None) -> Outer:
         """A part that knows its norms."""

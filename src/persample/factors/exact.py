@@ -20,34 +20,42 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..kernels.norms import row_norms, wide, widest
+from ..kernels.norms import wide, widest
 from .workspace import Workspace
 
 if TYPE_CHECKING:
     from .base import Factor
 
-_BITS = 42  # the unit is smaller than the bound by so many powers of two, at most
-_LONG = 61  # bits of a sum in int64, with room to spare
-_WHOLE = 2.0**53  # whole numbers below are exact in float64
+_BITS = 42  # a unit is smaller than its bound by so many powers of two, at most
+_FEWEST_BITS = 40  # with less, sums are kept in int64
+_WHOLE = 53  # bits of whole numbers that are exact in float64
+_LONG = 62  # bits of a sum in int64, with room to spare
 _RATIO = 2.0**9  # how much larger than a bound the terms of one sample's share may be
 _NORM = 2.0**-15  # the relative error of a norm: runs of 512 squares in float32
 _WIDE_NORM = 2.0**-22  # the same in float64, of up to 2**30 squares
 _PASSES = 2.0**-21  # the relative error of what is scaled: by a weight that is rounded, and the product, in float32
 _IN_RANGE = 1e30  # scales beyond are not for float32
-_CACHE = 2**20  # bytes of gradients that are rounded at a time
+_LONG_ROW = 2**13  # elements of a gradient; of smaller ones, many are rounded at a time
+_MANY_ROWS = 2**9  # of which the sum fits into float64
+POSITIONS = 32  # from so many terms on, writing out and rounding costs less than products in float64;
+ELEMENTS = 2**24  # but not more than so many elements
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A power of two, 2**exponent, of which all shares are whole numbers: far below a public bound."""
+    """A power of two, 2**exponent, of which all shares are whole numbers, far below a public bound; and what holds
+    their sum without rounding: float64, or int64 where there are too many samples."""
 
     exponent: int
+    dtype: torch.dtype = torch.int64
 
     @classmethod
     def below(cls, bound: float, samples: int) -> Unit:
-        """For the sum of so many samples of at most the bound each: as small as 64 bits allow, but no smaller than
-        products in float64 do."""
-        return cls(math.frexp(bound)[1] - min(_BITS, _LONG - samples.bit_length()))
+        """For the sum of so many samples' shares, each at most the bound."""
+        top, bits = math.frexp(bound)[1], samples.bit_length()
+        if _WHOLE - bits >= _FEWEST_BITS:
+            return cls(top - min(_BITS, _WHOLE - bits), torch.float64)
+        return cls(top - min(_BITS, _LONG - bits))
 
     @property
     def size(self) -> float:
@@ -65,11 +73,13 @@ class Limits:
     size: Tensor  # (B,)
 
     @classmethod
-    def together(cls, every: Sequence[Limits]) -> Limits:
-        """Of several parameters as one vector."""
-        bound, root = (row_norms(torch.stack(t, 1)) for t in zip(*[(x.bound, x.root) for x in every], strict=True))
-        size = torch.stack([x.size for x in every]).amax(0)
-        return cls(bound, root, math.hypot(*[x.rest for x in every]), size)
+    def together(cls, every: Sequence[tuple[Limits, int]]) -> Limits:
+        """Of several parameters as one vector, some of which are parts of one factor: so many, of equal size."""
+        bound = torch.cat([x.bound.view(parts, -1) for x, parts in every])
+        root = torch.cat([x.root.view(parts, -1) for x, parts in every])
+        size = torch.cat([x.size.view(parts, -1) for x, parts in every]).amax(0)
+        rest = math.sqrt(math.fsum(parts * x.rest**2 for x, parts in every))
+        return cls(bound.square().sum(0).sqrt(), root.square().sum(0).sqrt(), rest, size)
 
     @classmethod
     def added(cls, every: Sequence[Limits]) -> Limits:
@@ -109,8 +119,11 @@ class Exact(ABC):
     limits: Limits
 
     @abstractmethod
-    def total(self, weights: Tensor) -> Tensor:
-        """(*shape) in int64: Σ_b of weights[b] · gradient[b], each rounded; complex numbers are pairs of a last dim."""
+    def totals(self, weights: Tensor, parts: int = 1) -> Tensor:
+        """(parts, *shape): Σ_b weights[b] · gradient[b], each rounded, over each of so many equal parts of the samples.
+
+        They have the unit's dtype. Complex numbers are pairs of a last dim.
+        """
 
 
 class Written(Exact):
@@ -122,19 +135,29 @@ class Written(Exact):
         bound = factor.norm_bounds(space) * (1 + _PASSES)
         self.limits = Limits(bound, torch.zeros_like(bound), math.sqrt(reals) / 2 * unit.size, bound)
 
-    def total(self, weights: Tensor) -> Tensor:
+    def totals(self, weights: Tensor, parts: int = 1) -> Tensor:
         factor, scales = self._factor, weights / self._unit.size
         shape = (*factor.shape, 2) if factor.dtype.is_complex else factor.shape
-        found = torch.zeros(math.prod(shape), dtype=torch.int64, device=factor.device)
-        if not found.numel():
-            return found.view(shape)
-        for some, part in factor.stacks(self._space):
-            rows, scale = _real(part), scales[some].to(part.device)
-            step = max(1, min(_CACHE // (rows.shape[1] * rows.element_size()), int(_RATIO)))
-            for start in range(0, len(rows), step):
-                whole = rounded(rows[start : start + step], scale[start : start + step])
-                found += whole.sum(0, dtype=torch.float64).to(torch.int64)
-        return found.view(shape)
+        found = torch.zeros(parts, math.prod(shape), dtype=self._unit.dtype, device=factor.device)
+        each = factor.batch // parts
+        if found.numel() and each:
+            for some, stack in factor.stacks(self._space):
+                for start in range(some.start, some.stop, each - some.start % each):
+                    stop = min(some.stop, (start // each + 1) * each)
+                    here = slice(start - some.start, stop - some.start)
+                    _add(_real(stack[here]), scales[start:stop].to(factor.device), found[start // each])
+        return found.view(parts, *shape)
+
+
+def _add(rows: Tensor, scales: Tensor, total: Tensor) -> None:
+    """Add rows times scales, each element rounded."""
+    if rows.shape[1] >= _LONG_ROW:  # one after another, in the cache
+        for b in range(len(rows)):
+            total += rounded(rows[b : b + 1], scales[b : b + 1]).squeeze(0).to(total.dtype)
+        return
+    for some in range(0, len(rows), _MANY_ROWS):
+        whole = rounded(rows[some : some + _MANY_ROWS], scales[some : some + _MANY_ROWS])
+        total += whole.sum(0, dtype=torch.float64).to(total.dtype)
 
 
 class Listed(Exact):
@@ -146,16 +169,17 @@ class Listed(Exact):
         zero = torch.zeros_like(bounds)
         self.limits = Limits(bounds + _PASSES * sizes, zero, math.sqrt(reals) / 2 * unit.size, sizes)
 
-    def total(self, weights: Tensor) -> Tensor:
+    def totals(self, weights: Tensor, parts: int = 1) -> Tensor:
         rows = torch.view_as_real(self._rows.resolve_conj()) if self._rows.is_complex() else self._rows
-        shape = (self._table, *rows.shape[2:])
-        found = torch.zeros(self._table, math.prod(shape[1:]), dtype=torch.int64, device=rows.device)
+        shape = (parts, self._table, *rows.shape[2:])
+        found = torch.zeros(parts * self._table, math.prod(shape[2:]), dtype=self._unit.dtype, device=rows.device)
         if not found.numel() or not rows.numel():
             return found.view(shape)
-        whole = rounded(rows.reshape(len(rows), -1), weights / self._unit.size)
-        live, ids = self._ids.reshape(-1) >= 0, self._ids.reshape(-1)
-        values = whole.view(len(ids), -1).to(torch.int64)
-        return found.index_add_(0, ids[live], values[live]).view(shape)
+        whole = rounded(_real(rows), weights / self._unit.size)
+        first = torch.arange(parts, device=rows.device).repeat_interleave(len(rows) // parts) * self._table
+        live, places = self._ids.reshape(-1) >= 0, (self._ids + first.unsqueeze(1)).reshape(-1)
+        values = whole.view(len(places), -1).to(found.dtype)
+        return found.index_add_(0, places[live], values[live]).view(shape)
 
 
 class Product(Exact):
@@ -168,7 +192,8 @@ class Product(Exact):
     def __init__(
         self,
         sides: tuple[Tensor, Tensor],
-        multiply: Callable[[Tensor, Tensor], Tensor],  # the sum over samples for other values of both sides
+        norms: tuple[Tensor, Tensor],
+        multiply: Callable[[Tensor, Tensor, int], Tensor],  # the sums over equal parts of the samples, of other sides
         bounds: Tensor,
         unit: Unit,
         space: Workspace,
@@ -176,10 +201,10 @@ class Product(Exact):
         spread: float = 1.0,  # how often an element of a side is used, at most: the square root of it
         scale: float = 1.0,  # of all products
     ) -> None:
-        self._sides, self._multiply, self._scale, self._space = sides, multiply, scale, space
+        self._sides, self._multiply, self._unit, self._space, self._scale = sides, multiply, unit, space, scale
         low = unit.exponent // 2
         self._units = math.ldexp(1.0, low), math.ldexp(1.0, unit.exponent - low)
-        self._norms = [row_norms(side) * (1 + _NORM) for side in sides]
+        self._norms = norms[0] * (1 + 2 * _NORM), norms[1] * (1 + 2 * _NORM)
         self._rests = [math.sqrt(math.prod(side.shape[1:])) / 2 for side in sides]  # of rounding, in the sides' units
         terms = self._norms[0] * self._norms[1] * abs(scale)
         size = spread * terms
@@ -191,15 +216,28 @@ class Product(Exact):
             size,
         )
 
-    def total(self, weights: Tensor) -> Tensor:
-        (left, right), (scale, other), room = self._sides, *self._scales(weights)
+    def totals(self, weights: Tensor, parts: int = 1) -> Tensor:
+        scales, room = self._scales(weights)
+        each = len(room) // parts
+        if parts == 1:
+            return self._part(slice(0, each), scales, room)
+        if each and float(room.view(parts, each).sum(1).max()) < 2.0**_WHOLE:
+            return self._total(slice(None), scales, parts)
+        return torch.cat([self._part(slice(k * each, (k + 1) * each), scales, room) for k in range(parts)])
+
+    def _part(self, samples: slice, scales: tuple[Tensor, Tensor], room: Tensor) -> Tensor:
+        """(1, *shape): a few samples at a time."""
         found: Tensor | None = None
-        for some in self._portions(room):
-            sides = rounded(left[some], scale[some]).double(), rounded(right[some], other[some]).double()
-            part = self._multiply(*sides).round_().to(torch.int64)
-            found = part if found is None else found.add_(part)
+        for some in self._portions(room[samples]):
+            total = self._total(slice(samples.start + some.start, samples.start + some.stop), scales, 1)
+            found = total if found is None else found.add_(total)
         assert found is not None
         return found
+
+    def _total(self, some: slice, scales: tuple[Tensor, Tensor], parts: int) -> Tensor:
+        left, right = (rounded(s[some], scale[some]).double() for s, scale in zip(self._sides, scales, strict=True))
+        found = self._multiply(left, right, parts)
+        return found if found.dtype == self._unit.dtype else found.to(self._unit.dtype)
 
     def _scales(self, weights: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
         """What to multiply the sides with, and how large a sample's terms then are at most."""
@@ -221,7 +259,7 @@ class Product(Exact):
         for some in self._space.whole().chunks(len(sizes), each):
             start, filled = some.start, 0.0
             for b in range(some.start, some.stop):
-                if filled + sizes[b] >= _WHOLE and b > start:
+                if filled + sizes[b] >= 2.0**_WHOLE and b > start:
                     yield slice(start, b)
                     start, filled = b, 0.0
                 filled += sizes[b]
@@ -237,27 +275,28 @@ class Several(Exact):
         # Each term's own bound holds more than rounding; of that the bound of the sum is enough.
         self.limits = Limits(bounds + 4 * _PASSES * every.size, every.root, every.rest, every.size)
 
-    def total(self, weights: Tensor) -> Tensor:
-        total = self._terms[0].total(weights)
+    def totals(self, weights: Tensor, parts: int = 1) -> Tensor:
+        total = self._terms[0].totals(weights, parts)
         for term in self._terms[1:]:
-            total += term.total(weights)
+            total += term.totals(weights, parts)
         return total
 
 
-class InParts(Exact):
+class InTurns(Exact):
     """Samples that are made a few at a time, for every question anew."""
 
-    def __init__(self, parts: Sequence[tuple[slice, Callable[[], Exact]]]) -> None:
-        self._parts = parts
-        every = [make().limits for _, make in parts]
+    def __init__(self, turns: Sequence[tuple[slice, Callable[[], Exact]]]) -> None:
+        self._turns = turns
+        every = [make().limits for _, make in turns]
         bound, root, size = (torch.cat(t) for t in zip(*[(x.bound, x.root, x.size) for x in every], strict=True))
         self.limits = Limits(bound, root, every[0].rest, size)
 
-    def total(self, weights: Tensor) -> Tensor:
-        (some, make), *others = self._parts
-        total = make().total(weights[some])
+    def totals(self, weights: Tensor, parts: int = 1) -> Tensor:
+        assert parts == 1
+        (some, make), *others = self._turns
+        total = make().totals(weights[some])
         for some, make in others:
-            total += make().total(weights[some])
+            total += make().totals(weights[some])
         return total
 
 

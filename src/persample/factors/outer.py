@@ -12,7 +12,7 @@ from torch import Tensor
 from ..kernels.gram import BLOCK
 from ..kernels.norms import row_norms, wide, widest
 from .base import Factor, Samples, Shape
-from .exact import Exact, Product, Unit, gram_bounds, norm_error, roundoff
+from .exact import ELEMENTS, POSITIONS, Exact, Product, Unit, gram_bounds, norm_error, roundoff
 from .workspace import Workspace
 
 # What is written and read costs as much as so many multiplications of a matrix product: an element of two Gram
@@ -23,7 +23,8 @@ _PAIR, _SCRATCH, _KEPT = 60, 12, 30
 class Outer(Factor):
     """gradient[b] = Σ_t left[b, t] ⊗ right[b, t], for left (B, *G, T, p) and right (B, *G, T, d): (B, *G, p, d)."""
 
-    __slots__ = ("left", "memo", "right", "scale")
+    __slots__ = ("_side_norms", "left", "memo", "right", "scale")
+    _side_norms: tuple[Tensor, Tensor]
 
     def __init__(self, left: Tensor, right: Tensor, scale: float = 1.0, memo: dict[str, Tensor] | None = None) -> None:
         self.left, self.right, self.scale = left, right, scale
@@ -123,7 +124,7 @@ class Outer(Factor):
     def _product_norms(self) -> Tensor:
         """One position: ‖l ⊗ r‖ = ‖l‖‖r‖, and the groups' norms together."""
         left, right = (t.reshape(-1, t.shape[-1]) for t in (self.left, self.right))
-        each = row_norms(left).mul_(row_norms(right))
+        each = self.side_norms[0] * self.side_norms[1] if self.left.ndim == 3 else row_norms(left) * row_norms(right)
         if self.scale != 1.0:
             each *= abs(self.scale)
         most = torch.finfo(self.dtype).max
@@ -143,7 +144,18 @@ class Outer(Factor):
         """Σ_t ‖l_t‖‖r_t‖ ≤ ‖l‖‖r‖."""
         if self.positions <= 1:
             return self.norms()
-        return row_norms(self.left) * row_norms(self.right) * abs(self.scale)
+        return self.side_norms[0] * self.side_norms[1] * abs(self.scale)
+
+    @property
+    def side_norms(self) -> tuple[Tensor, Tensor]:
+        """(B,) each: the norms of all that is left of a sample, and of all that is right (computed once)."""
+        if not hasattr(self, "_side_norms"):
+            self._side_norms = row_norms(self.left), row_norms(self.right)
+        return self._side_norms
+
+    @property
+    def rounds_written(self) -> bool:
+        return self.dtype.is_complex or (self.positions >= POSITIONS and self.numel <= ELEMENTS)
 
     def rounding(self) -> Tensor:
         return roundoff(self.dtype, self.positions) * self.sizes()
@@ -156,10 +168,10 @@ class Outer(Factor):
         return gram_bounds(norms, self.sizes(), terms, self.dtype)
 
     def exact(self, unit: Unit, space: Workspace) -> Exact:
-        if self.dtype.is_complex:
+        if self.rounds_written:
             return super().exact(unit, space)
         sides, bounds = (self.left, self.right), self.norm_bounds(space)
-        return Product(sides, _summed, bounds, unit, space, scale=self.scale)
+        return Product(sides, self.side_norms, _sums_of_parts, bounds, unit, space, scale=self.scale)
 
     def weighted_sum(self, weights: Tensor, space: Workspace | None = None) -> Tensor:
         """One product (weights · left)ᵀ @ right over all samples and positions."""
@@ -169,9 +181,7 @@ class Outer(Factor):
         """One batched product."""
         if self.left.ndim != 3:
             return super().sums_of_parts(count, weights, space)
-        rows = self.batch // count * self.positions
-        left, right = (t.reshape(count, rows, t.shape[-1]) for t in self._weighted(weights.repeat(count)))
-        return [total.clone() for total in torch.bmm(left.mT, right)]
+        return [total.clone() for total in _sums_of_parts(*self._weighted(weights.repeat(count)), count)]
 
     def _weighted(self, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Both sides in float32 or wider, the smaller one times weights and scale."""
@@ -221,6 +231,17 @@ class Outer(Factor):
         dtype = wide(self.dtype)
         left, right = self.left.to(dtype) @ left.to(dtype), self.right.to(dtype) @ right.to(dtype)
         return torch.bmm(left.mT, right).mul_(self.scale)
+
+
+def _sums_of_parts(left: Tensor, right: Tensor, parts: int) -> Tensor:
+    """(parts, ...): the same for equal parts of the samples."""
+    if parts == 1:
+        return _summed(left, right).unsqueeze(0)
+    if left.ndim != 3:
+        pairs = zip(left.chunk(parts), right.chunk(parts), strict=True) if len(left) else [(left, right)] * parts
+        return torch.stack([_summed(a, b) for a, b in pairs])
+    left, right = (t.reshape(parts, -1, t.shape[-1]) for t in (left, right))
+    return torch.bmm(left.mT, right)
 
 
 def _summed(left: Tensor, right: Tensor) -> Tensor:

@@ -64,6 +64,9 @@ class Part(Factor):
     def kin(self) -> Hashable:
         return Part, id(self.whole)
 
+    def joined(self, group: Sequence[Self]) -> Factor | None:
+        return self.whole if [part.place for part in group] == list(range(self.count)) else None
+
     @property
     def cancels(self) -> bool:
         return self.whole.cancels
@@ -106,6 +109,10 @@ class Part(Factor):
     def norm_bounds(self, space: Workspace | None = None) -> Tensor:
         self.alone._norms = self.own_norms(space)
         return self.alone.norm_bounds(space)
+
+    @property
+    def rounds_written(self) -> bool:
+        return self.whole.rounds_written
 
     def exact(self, unit: Unit, space: Workspace) -> Exact:
         self.alone._norms = self.own_norms(space)

@@ -104,6 +104,10 @@ class Rows(Factor):
     def rounding(self) -> Tensor:
         return roundoff(self.dtype, self.positions) * self.sizes()
 
+    @property
+    def rounds_written(self) -> bool:
+        return False
+
     def exact(self, unit: Unit, space: Workspace) -> Exact:
         return Listed(self.ids, self.dy, self.size, self.norm_bounds(space), self.sizes() * (1 + 2.0**-14), unit)
 

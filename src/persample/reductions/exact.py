@@ -2,33 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from ..factors import Factor, Part
+from ..factors import Dense, Factor, Masked, Part, family
 from ..factors.exact import Exact, Limits, Unit
+from ..kernels.pages import recycled
 from .base import Call
 from .clipping import ClippedSum, Clipping
 
 
 @dataclass
+class Shares:
+    """What samples add to parameters whose gradients are asked together, one after another's."""
+
+    names: Sequence[str]
+    exact: Exact
+    weights: Tensor = field(default_factory=lambda: torch.empty(0))
+    _totals: dict[str, Tensor] = field(default_factory=dict)
+
+    def take(self, name: str) -> Tensor:
+        """A parameter's sum, once."""
+        if not self._totals:
+            count = len(self.names)
+            totals = self.exact.totals(self.weights.repeat(count), count)
+            self._totals = dict(zip(self.names, totals, strict=True))
+            del self.exact  # and with it the factors
+        return self._totals.pop(name)
+
+
+@dataclass(frozen=True)
 class ExactSums:
     """Clipped sums by parameter name, as whole numbers of a unit each, computed when they are asked for."""
 
     clipping: Clipping
     asked: Clipping  # the same with the weights of the reduction itself
     units: Mapping[str, Unit]
-    _shares: dict[str, tuple[Exact, Tensor]]
+    _shares: dict[str, Shares]
 
     def take(self, name: str) -> Tensor | None:
-        """A parameter's sum in int64, once; None where the losses do not reach it. Complex numbers are pairs."""
-        if name not in self._shares:
-            return None
-        exact, weights = self._shares.pop(name)
-        return exact.total(weights)
+        """A parameter's sum in its unit's dtype, once; None where the losses do not reach it. Complex: pairs."""
+        shares = self._shares.pop(name, None)
+        return None if shares is None else shares.take(name)
 
 
 class ExactClippedSum(ClippedSum):
@@ -42,6 +60,7 @@ class ExactClippedSum(ClippedSum):
         padding: how many of the last samples do not count.
     """
 
+    passes = 1  # nobody else writes factors out: how a share is rounded must not depend on the batch
     over_ranks = False
 
     def __init__(self, clip: ClippedSum, samples: int, padding: int = 0) -> None:
@@ -50,6 +69,7 @@ class ExactClippedSum(ClippedSum):
 
     def start(self, call: Call) -> None:
         super().start(replace(call, batch=call.batch - self._padding))
+        self._written = 0  # bytes that are kept
         self.units = {
             name: Unit.below(self._most(key), self._samples)
             for key, names in self._groups.members.items()
@@ -69,35 +89,62 @@ class ExactClippedSum(ClippedSum):
         return found
 
     def add(self, name: str, factor: Factor) -> None:
-        super().add(name, self._counted(factor))
+        super().add(name, self._settled(factor[: factor.batch - self._padding] if self._padding else factor))
 
     def add_parts(self, names: Sequence[str], whole: Factor) -> None:
         if not self._padding:
-            return super().add_parts(names, whole)
+            return super().add_parts(names, self._settled(whole))
         for name, part in zip(names, Part.all_of(whole, len(names)), strict=True):
             self.add(name, part)
 
-    def _counted(self, factor: Factor) -> Factor:
-        return factor[: factor.batch - self._padding] if self._padding else factor
+    def _settled(self, factor: Factor) -> Factor:
+        """What will be written out to be rounded is written out once, and kept, as far as memory allows."""
+        if isinstance(factor, (Dense, Masked)) or not factor.rounds_written:
+            return factor
+        size = factor.stack_bytes
+        if size > factor.nbytes:
+            if self._written + size > self._groups.call.space.limit:
+                return factor
+            self._written += size
+        return Dense(factor.stack(recycled((factor.batch, *factor.shape), factor.dtype, factor.device)))
 
     def result(self) -> ExactSums:
         norms = self._norms.by_group(self._groups)
         kept = self._kept(norms)
         asked: dict[Hashable, Tensor] = {}
         weights: dict[Hashable, Tensor] = {}
-        shares: dict[str, tuple[Exact, Tensor]] = {}
-        space = self._groups.call.space
+        shares: dict[str, Shares] = {}
         for key, names in self._groups.members.items():
-            exact = {name: f.exact(self.units[name], space) for name, f in self._take(names, kept).items()}
+            found = [self._shares(few, whole) for few, whole in _families(self._take(names, kept))]
             asked[key] = self._weigh(self._bounds.get(key), norms[key][kept])
-            weights[key] = self._within(asked[key], exact, self._most(key))
-            shares.update({name: (share, weights[key]) for name, share in exact.items()})
+            weights[key] = _within(asked[key], found, self._most(key))
+            for each in found:
+                each.weights = weights[key]
+                shares.update(dict.fromkeys(each.names, each))
         done, wanted = (self._clipping(norms, given, kept) for given in (weights, asked))
         return ExactSums(done, wanted, self.units, shares)
 
-    def _within(self, weights: Tensor, exact: Mapping[str, Exact], most: float) -> Tensor:
-        """The weights, or as much less as it takes for no sample to add more than ``most``."""
-        if not exact:
-            return weights
-        cap = Limits.together([share.limits for share in exact.values()]).weights(most)
-        return torch.where(weights.abs() <= cap, weights, cap.copysign(weights))
+    def _shares(self, names: Sequence[str], factor: Factor) -> Shares:
+        return Shares(names, factor.exact(self.units[names[0]], self._groups.call.space))
+
+
+def _families(factors: Mapping[str, Factor]) -> Iterator[tuple[list[str], Factor]]:
+    """Names, and one factor for all of them: small factors of one form are asked together."""
+    alike: dict[Hashable, list[str]] = {}
+    for name, factor in factors.items():
+        alike.setdefault(family(factor) or name, []).append(name)
+    for names in alike.values():
+        group = [factors[name] for name in names]
+        whole = group[0] if len(group) == 1 else group[0].joined(group)
+        if whole is None:
+            yield from (([name], factors[name]) for name in names)
+        else:
+            yield names, whole
+
+
+def _within(weights: Tensor, shares: Sequence[Shares], most: float) -> Tensor:
+    """The weights, or as much less as it takes for no sample to add more than ``most``."""
+    if not shares:
+        return weights
+    cap = Limits.together([(each.exact.limits, len(each.names)) for each in shares]).weights(most)
+    return torch.where(weights.abs() <= cap, weights, cap.copysign(weights))

@@ -41,8 +41,8 @@ def same(what: str, got: Tensor, want: Tensor, slack: Tensor | float = 0.0) -> N
     assert got.shape == want.shape, f"{what} has shape {tuple(got.shape)}, not {tuple(want.shape)}"
     assert got.dtype == want.dtype, f"{what} has dtype {got.dtype}, not {want.dtype}"
     if got.numel():
-        error = (got - want).abs().unsqueeze(-1).flatten(1).amax(1).double()
-        allowed = 1e-7 * want.abs().unsqueeze(-1).flatten(1).amax(1).double() + 1e-12 + slack
+        error = torch.where(got.isnan() & want.isnan(), 0, (got - want).abs()).unsqueeze(-1).flatten(1).amax(1).double()
+        allowed = 1e-7 * want.abs().nan_to_num(0.0).unsqueeze(-1).flatten(1).amax(1).double() + 1e-12 + slack
         if not bool((error <= allowed).all()):
             raise AssertionError(
                 f"{what} differs by {error.tolist()}, and {allowed.tolist()} is allowed:\n{got}\nnot\n{want}"
