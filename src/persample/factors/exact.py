@@ -151,9 +151,10 @@ class Written(Exact):
 
 def _add(rows: Tensor, scales: Tensor, total: Tensor) -> None:
     """Add rows times scales, each element rounded."""
-    if rows.shape[1] >= _LONG_ROW:  # one after another, in the cache
-        for b in range(len(rows)):
-            total += rounded(rows[b : b + 1], scales[b : b + 1]).squeeze(0).to(total.dtype)
+    if rows.shape[1] >= _LONG_ROW and total.dtype == torch.float64:  # one after another, in the cache
+        dtype = _precision(rows, scales)
+        for row, scale in zip(rows, scales.tolist(), strict=True):
+            total += (row.to(dtype) * scale).round_()
         return
     for some in range(0, len(rows), _MANY_ROWS):
         whole = rounded(rows[some : some + _MANY_ROWS], scales[some : some + _MANY_ROWS])
@@ -302,12 +303,17 @@ class InTurns(Exact):
 
 def rounded(rows: Tensor, scales: Tensor) -> Tensor:
     """(B, ...) times scales (B,), to the nearest whole numbers, in float32 or float64."""
-    dtype = wide(rows.dtype)
-    largest = scales.abs().amax() if len(scales) else scales.sum()
-    if dtype != widest(rows.device) and not bool(largest < _IN_RANGE):
-        dtype = widest(rows.device)
+    dtype = _precision(rows, scales)
     each = scales.to(rows.device, dtype).view(-1, *[1] * (rows.ndim - 1))
     return (rows.to(dtype) * each).round_()
+
+
+def _precision(rows: Tensor, scales: Tensor) -> torch.dtype:
+    """What to scale rows in: their own precision, unless a scale is not for float32."""
+    dtype, widest_ = wide(rows.dtype), widest(rows.device)
+    if dtype == widest_ or not len(scales) or float(scales.abs().amax()) < _IN_RANGE:
+        return dtype
+    return widest_
 
 
 def _real(stack: Tensor) -> Tensor:
