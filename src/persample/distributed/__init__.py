@@ -2,7 +2,7 @@
 
 from .accumulate import accumulate
 from .ranks import Ranks
-from .shards import Leaves, computes_in, is_sharded, owners, summing
+from .shards import Leaves, computes_in, is_sharded, owners, silenced, summing
 from .wrappers import undisturbed
 
-__all__ = ["Leaves", "Ranks", "accumulate", "computes_in", "is_sharded", "owners", "summing", "undisturbed"]
+__all__ = ["Leaves", "Ranks", "accumulate", "computes_in", "is_sharded", "owners", "silenced", "summing", "undisturbed"]

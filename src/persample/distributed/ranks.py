@@ -53,6 +53,13 @@ class Ranks:
         dist.broadcast(line, group=self.group, group_src=0)
         return bytes(line.tolist())
 
+    def each(self, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
+        """Every rank's numbers, on all of them."""
+        own = torch.tensor(numbers, dtype=torch.int64, device=device)
+        found = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(found, own, group=self.group)
+        return [list(map(int, one.tolist())) for one in found]
+
     def count(self, numbers: Sequence[int], device: torch.device) -> list[int]:
         """The sum over ranks of each number."""
         total = torch.tensor(numbers, dtype=torch.int64, device=device)

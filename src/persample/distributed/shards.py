@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 _OF_GROUP = {"reduce_grads": False, "reshard_after_backward": False}
@@ -71,6 +72,19 @@ def summing(params: Mapping[str, Tensor]) -> Iterator[None]:
     finally:
         for group, name, value in before:
             setattr(group, name, value)
+
+
+@contextmanager
+def silenced(params: Mapping[str, Tensor]) -> Iterator[None]:
+    """Let a backward of these sharded parameters' models add exactly zero, NaN or not: what others wait for is made."""
+    members = [group for _, state in _states_of(params, (), ()) for group in _groups(state)]
+    leaves = [one._unsharded_param for one in _initialised(members)]
+    handles = [p.register_hook(torch.zeros_like) for p in leaves if p.requires_grad]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def computes_in(params: Mapping[str, Tensor]) -> set[Any]:

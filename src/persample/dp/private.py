@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from ..api import check_losses
+from ..distributed import is_sharded
 from ..reductions import ClippedSum
 from .binding import Binding, is_older, mark, trainable
 from .clips import Clip, clipper
 from .errors import PrivacyError
+from .fingerprints import of_settings, of_tensors
 from .guard import Guard
 from .ledger import Ledger
 from .noise import Scale, add_noise
@@ -88,7 +90,6 @@ class Private:
         self._part: Part | None = None  # yielded, and not stepped yet
         self._marked = 0
         self._calls = 0  # of batches()
-        self._empty = 0  # since the last record
         self.dropped = 0  # samples that were not finite, in all steps
         self._open(journal)
 
@@ -143,8 +144,8 @@ class Private:
     ) -> Iterator[Any]:
         """Batches of a map-style dataset, sampled as the plan says, until its steps are done.
 
-        `step` must follow each of them, but the last one before the loop is left. Batches vary in size; for an empty
-        one nothing is yielded, and the step, of noise alone, is made on the way to the next.
+        `step` must follow each of them, but the last one before the loop is left. Batches vary in size. In place of an
+        empty one the first example is yielded, and does not count: its step is of noise alone.
 
         Args:
             data: a dataset with a length, ``plan.examples``, and items by index.
@@ -170,13 +171,9 @@ class Private:
     def _go_through(self, loaded: Any, sampler: Sampler, call: int) -> Iterator[Any]:
         for batch in loaded:
             self._check_turn(call)
-            while not sampler.parts[0].size:
-                self._step_empty(sampler.parts.popleft())
             self._expect(sampler.parts.popleft())
             yield batch
         self._check_turn(call)
-        while sampler.parts:
-            self._step_empty(sampler.parts.popleft())
 
     def _check_turn(self, call: int) -> None:
         if call != self._calls:
@@ -211,7 +208,7 @@ class Private:
 
         ``p.grad`` is overwritten, and only if the record returned says ``updated``.
         """
-        with self._team.together():
+        with self._team.together(self._alike):
             return self._backward(losses)
 
     def _backward(self, losses: Tensor) -> Step:
@@ -227,22 +224,24 @@ class Private:
             raise PrivacyError("these losses were computed before the batch was drawn: compute them from the batch")
         self._binding.check()
         self._guard.check(len(losses))
-        found = self._team.clipped(losses, self._binding.params, self._clipper.reduction(), part.padding)
-        clipped, dropped = self._sums.add(found, self._clipper.count(found.clipping)), len(found.clipping.dropped)
+        clipped, dropped = self._add(losses, part.padding)
         self._part = None
         self.dropped += dropped
         if part.last:
             self._release(part)
-        empty, self._empty = self._empty, 0
-        return Step(part.step + 1, part.last, part.size - part.padding, clipped, dropped, empty)
+        return Step(part.step + 1, part.last, part.size - part.padding, clipped, dropped)
 
-    def _step_empty(self, part: Part) -> None:
-        with self._team.together():
-            self._binding.check()
-            self._release(part)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        self._empty += 1
+    def _add(self, losses: Tensor, padding: int) -> tuple[float, int]:
+        """Clip and add up; the share of samples that were weighed down, and how many were left out as not finite."""
+        if padding and not self._team.lockstep:
+            return 0.0, 0
+        found = self._team.clipped(losses, self._binding.params, self._clipper.reduction(), padding)
+        return self._sums.add(found, self._clipper.count(found.clipping)), len(found.clipping.dropped)
+
+    def _alike(self) -> dict[str, int]:
+        """What has to be the same in all processes."""
+        whole = {f"parameter {name!r}": p for name, p in self._binding.params.items() if not is_sharded(p)}
+        return {**of_tensors(whole), **of_settings(self._optimizer)}
 
     def _release(self, part: Part) -> None:
         """Account, then add noise and write ``p.grad``."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,13 +14,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .._errors import NonFiniteError
-from ..distributed import Ranks, computes_in, is_sharded, summing
+from ..distributed import Ranks, computes_in, is_sharded, silenced, summing
 from ..reduce import reduce
 from ..reductions import ClippedSum, Clipping, Norms
 from ..reductions.clipping import ClippedDict
 from .binding import trainable
 from .errors import PrivacyError
-from .team import AddNoise, Parts, Team, split
+from .fingerprints import summary
+from .team import AddNoise, Alike, Team
 
 
 class Several(Team):
@@ -47,6 +49,36 @@ class Several(Team):
             dist.broadcast(line, group=self._ranks.group, group_src=0)
         for t, part in zip(flat, parts, strict=True):
             t.copy_(part)
+
+    @contextmanager
+    def together(self, alike: Alike) -> Iterator[None]:
+        self._alike = alike
+        yield
+
+    def _meet(self, failed: bool = False) -> None:
+        """Wait for all, and hear whether one of them has failed, or is no longer what the others are."""
+        mine = {} if failed else dict(self._alike())
+        with self._all_there():
+            found = self._ranks.each([failed, summary(mine)], self._device)
+        failures = sum(one for one, _ in found)
+        if failures and not failed:
+            raise PrivacyError(
+                f"{failures} of {self.size} processes could not make this step, and say why themselves: nothing was "
+                f"released. The step counts as spent; resume from the last private.save"
+            )
+        if not failures and len({number for _, number in found}) > 1:
+            raise PrivacyError(
+                f"the processes have drifted apart, in {', '.join(self._different(mine))}: each would train a model of "
+                f"its own. Run the same loop in all of them: whatever follows a record of private.step (a schedule, a "
+                f"clipped or rescaled p.grad, optimizer.step) follows it everywhere. Resume from the last private.save"
+            )
+
+    def _different(self, mine: Mapping[str, int]) -> list[str]:
+        """The names of what is not the same in all processes, by those that the first one has."""
+        names = json.loads(self.agree(json.dumps(list(mine)).encode()))
+        with self._all_there():
+            found = self._ranks.each([mine.get(name, -1) for name in names], self._device)
+        return [name for name, *values in zip(names, *found, strict=True) if len(set(values)) > 1] or ["settings"]
 
     @contextmanager
     def _all_there(self) -> Iterator[None]:
@@ -83,24 +115,18 @@ class Replicas(Several):
             )
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        self._waited_for = True
+    def together(self, alike: Alike) -> Iterator[None]:
+        self._alike, self._waited_for = alike, True
         try:
             yield
         except Exception:
             if self._waited_for:
-                self._ranks.count([1], self._device)  # the others come to `release` and hear of it there
+                self._meet(failed=True)  # the others come to `release` and hear of it there
             raise
 
     def release(self, sums: Sequence[Tensor], add_noise: AddNoise) -> None:
         self._waited_for = False
-        with self._all_there():
-            failed = self._ranks.count([0], self._device)[0]
-        if failed:
-            raise PrivacyError(
-                f"{failed} of {self.size} processes could not make this step, and say why themselves: nothing was "
-                f"released. The step counts as spent; resume from the last private.save"
-            )
+        self._meet()
         self._noisy_total(sums, add_noise)
 
 
@@ -108,28 +134,19 @@ class Shards(Several):
     """Every process has a part of the model (FSDP2), and a share of each batch.
 
     Norms come first, then an ordinary weighted backward: sharded gradients flow by FSDP's own reduce-scatter, and every
-    process adds noise to its part. All processes run the model equally often: one that has no sample left in a part of
-    a batch is given one to run, which does not count.
+    process adds noise to its part. All processes run the model equally often, those that have no sample left included.
 
     Args:
         model: a model sharded by ``fully_shard`` over one mesh of one dim, all trainable parameters included.
     """
 
-    reruns = False  # its processes would have to do so together
+    reruns, lockstep = False, True  # its processes gather the weights together
 
     def __init__(self, model: nn.Module) -> None:
         params = trainable(model)
         _check_shards(params)
         mesh = next(iter(params.values())).device_mesh  # type: ignore[attr-defined]
         super().__init__(model, mesh.get_group())
-
-    def parts(self, samples: list[int], physical: int | None) -> Parts:
-        shares = [split(samples[rank :: self.size], physical) for rank in range(self.size)]
-        found: Parts = []
-        for place in range(len(shares[0])):  # the first process's share is the largest
-            own = shares[self.rank][place] if place < len(shares[self.rank]) else []
-            found.append((own or samples[:1], 0 if own else 1))
-        return found
 
     def clipped(self, losses: Tensor, params: Mapping[str, Tensor], clip: ClippedSum, padding: int) -> Any:
         if clip.per is not None or clip.nonfinite != "raise":
@@ -138,17 +155,17 @@ class Shards(Several):
                 "(no per=), and nonfinite='raise', because a weight of zero does not remove a NaN"
             )
         (norms,) = reduce(losses, params, Norms(), independent=True, retain_graph=True)
-        bad = (~norms.isfinite()).nonzero().flatten().tolist()
+        counted = len(norms) - padding
+        bad = (~norms[:counted].isfinite()).nonzero().flatten().tolist()
         with self._all_there():
             elsewhere = self._ranks.count([len(bad)], self._device)[0] - len(bad)
         if bad or elsewhere:
             raise NonFiniteError(bad, len(norms), elsewhere)
-        counted = len(norms) - padding
-        weights = clip.weigh(norms.double())
-        weights[counted:] = 0
+        weights = torch.zeros_like(norms, dtype=torch.float64)
+        weights[:counted] = clip.weigh(norms[:counted].double())
         for p in params.values():
             p.grad = None
-        with summing(params):
+        with summing(params), silenced(params) if padding else nullcontext():
             losses.backward(weights.to(losses.dtype))
         found = ClippedDict({name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in params.items()})
         found.clipping = Clipping(norms[:counted], weights[:counted], (), clip.sensitivity)
@@ -157,6 +174,7 @@ class Shards(Several):
         return found
 
     def release(self, sums: Sequence[Tensor], add_noise: AddNoise) -> None:
+        self._meet()
         add_noise([t.to_local() for t in sums if is_sharded(t)], self.rank)  # type: ignore[attr-defined]
         whole = [t for t in sums if not is_sharded(t)]  # an adaptive clip's count
         if whole:
