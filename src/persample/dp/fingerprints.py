@@ -10,13 +10,19 @@ import torch
 from torch import Tensor
 
 from ..distributed import is_sharded
+from ..graph.saved import version
 
 
 def of_tensors(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """One number for each, of the part that this process has."""
     with torch.no_grad():
-        found = [_bits(t.detach()) for t in tensors.values()]
-    return dict(zip(tensors, [int(n) for n in found], strict=True))
+        found = {name: _bits(t.detach()) for name, t in tensors.items()}
+    on: dict[torch.device, list[str]] = {}
+    for name, number in found.items():
+        on.setdefault(number.device, []).append(name)
+    lines = {device: torch.stack([found[name] for name in names]).tolist() for device, names in on.items()}
+    read = {name: number for device, names in on.items() for name, number in zip(names, lines[device], strict=True)}
+    return {name: read[name] for name in tensors}
 
 
 def of_settings(optimizer: torch.optim.Optimizer) -> dict[str, int]:
@@ -39,12 +45,14 @@ def _bits(t: Tensor) -> Tensor:
     """The sum of the bit patterns, which wraps around: as fast as memory is read, in any order."""
     if is_sharded(t):
         t = t.to_local()  # type: ignore[attr-defined]
+    if type(t) is not Tensor:  # numbers that are packed in some other way: how often they were written
+        return torch.tensor(version(t))
     if t.is_complex():
         t = torch.view_as_real(t)
     if t.element_size() < 4:
         t = t.float()
     whole = torch.int32 if t.element_size() == 4 else torch.int64
-    return t.view(whole).sum(dtype=whole)
+    return t.view(whole).sum(dtype=whole).to(torch.int64)
 
 
 def _short(text: str) -> int:

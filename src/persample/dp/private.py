@@ -17,17 +17,21 @@ from .binding import Binding, is_older, mark, trainable
 from .clips import Clip, clipper
 from .errors import PrivacyError
 from .fingerprints import of_settings, of_tensors
+from .gradients import Gradients
 from .guard import Guard
 from .ledger import Ledger
 from .noise import Scale, add_noise
 from .plan import Plan
 from .records import Spent, Step
+from .runs import RUNS, warn_of
 from .sampling import Part, Sampler, check_data, loader
 from .sources import make_source
 from .state import Checkpoint, follow_journal, open_journal, read, write
+from .steady import Steady
 from .sums import Sums
 from .team import Team
 from .teams import team_of
+from .world import World
 
 
 class Private:
@@ -79,16 +83,19 @@ class Private:
             raise TypeError(f"plan must be a dp.Plan, not a {type(plan).__name__}")
         params = trainable(model)
         self._model, self._optimizer, self._plan = model, optimizer, plan
-        self._team = team_of(model) if team is None else team
+        self._team, self._world = team_of(model) if team is None else team, World(team is not None)
         self._clip = ClippedSum(1.0) if clip is None else clip
         self._clipper = clipper(self._clip, params, plan)
         self._binding = Binding(model, optimizer, self._clipper)
         self._source = make_source(secure, seed, self._team.agree)
         self._ledger = Ledger(plan)
         self._guard = Guard(model, check_every if self._team.reruns else 0)
+        self._gradients = Gradients(self, optimizer, params)
+        self._steady = Steady(model)
         self._sums = Sums(params)
         self._part: Part | None = None  # yielded, and not stepped yet
         self._marked = 0
+        self._warned = False  # of earlier runs
         self._calls = 0  # of batches()
         self.dropped = 0  # samples that were not finite, in all steps
         self._open(journal)
@@ -156,10 +163,13 @@ class Private:
             num_workers: as for a ``DataLoader``.
             options: as for a ``DataLoader``.
         """
+        self._world.check()
         check_data(data, self.plan)
         for name, value in (("physical_batch_size", physical_batch_size), ("steps", steps)):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name} must be a positive integer, not {value!r}")
+        earlier = RUNS.enter(self._ledger, self._model, data)
+        self._warned = self._warned or warn_of(earlier, self._ledger)
         self._calls += 1
         self._part = None
         self._sums.clear()
@@ -186,6 +196,8 @@ class Private:
 
     def _expect(self, part: Part) -> None:
         self._part, self._marked = part, mark()
+        self._gradients.begin()
+        self._steady.watch()
         self._guard.watch(part.step)
 
     def step(self, losses: Tensor) -> Step:
@@ -222,7 +234,10 @@ class Private:
             )
         if is_older(losses, self._marked):
             raise PrivacyError("these losses were computed before the batch was drawn: compute them from the batch")
+        self._world.check()
         self._binding.check()
+        self._gradients.check(self._optimizer)
+        self._steady.check()
         self._guard.check(len(losses))
         clipped, dropped = self._add(losses, part.padding)
         self._part = None
@@ -260,6 +275,7 @@ class Private:
         self._team.release(released, noise)
         if count is not None:
             self._clipper.follow(count)
+        self._gradients.released()
         for name, p in self._binding.params.items():
             p.grad = sums[name].div_(self.plan.batch_size)
 
