@@ -14,7 +14,7 @@ from persample import dp
 from persample.dp.sampling import poisson
 from persample.dp.sources import Seeded
 from tests.distributed.processes import Processes
-from tests.distributed.test_private import CLIPS, Digits, losses_of, make_plan, mlp, private_for, same, wrap
+from tests.distributed.test_private import CLIPS, Digits, losses_of, make_plan, mlp, private_for, same, train, wrap
 
 STEPS = 30
 
@@ -107,16 +107,16 @@ def drifting(rank: int, world: int, how: str, what: str) -> None:
     """One process does something that the others do not: all of them say so in the next step."""
     model, optimizer, private = new(how)
     expected = {"lr": "lr of group 0", "betas": "betas of group 0", "weights": r"parameter '(module\.)?0\.bias'"}[what]
+    train(model, private, steps=3)
+    if rank == world - 1:
+        if what == "weights":
+            next(p for name, p in model.named_parameters() if name.endswith("0.bias")).data[0] += 1e-3
+        elif what == "lr":
+            optimizer.param_groups[0]["lr"] *= 0.5
+        else:
+            optimizer.param_groups[0]["betas"] = (0.5, 0.999)
     with pytest.raises(dp.PrivacyError, match=f"drifted apart, in {expected}: .* the same loop in all of them"):
-        for batch in private.batches(Digits()):
-            private.step(losses_of(model, batch))
-            if private.steps == 3 and rank == world - 1:
-                if what == "weights":
-                    next(p for name, p in model.named_parameters() if name.endswith("0.bias")).data[0] += 1e-3
-                elif what == "lr":
-                    optimizer.param_groups[0]["lr"] *= 0.5
-                else:
-                    optimizer.param_groups[0]["betas"] = (0.5, 0.999)
+        train(model, private)
     assert private.steps == 4  # the step under way counts as spent
 
 

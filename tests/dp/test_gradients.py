@@ -104,7 +104,7 @@ def test_a_closure_that_adds_gradients() -> None:
         loss.backward()
         return loss
 
-    with pytest.raises(dp.PrivacyError, match="the closure of optimizer.step adds to the gradient"):
+    with pytest.raises(dp.PrivacyError, match=r"the closure of optimizer.step adds to the gradient"):
         optimizer.step(closure)
     assert torch.equal(before, flat(model))
 

@@ -74,11 +74,67 @@ def test_it_is_looked_for_in_every_step(write: Any) -> None:
     model = actnorm(write)
     model[0].ready = True
     trained = private(model, check_every=0)
-    with pytest.raises(dp.PrivacyError, match="were changed between the batch"):
-        for batch in trained.batches(dataset()):
-            model[0].ready = trained.steps < 3
-            trained.step(losses_of(model, batch))
+    for batch in trained.batches(dataset()):
+        model[0].ready = trained.steps < 3
+        losses = losses_of(model, batch)
+        if trained.steps == 3:
+            with pytest.raises(dp.PrivacyError, match="were changed between the batch"):
+                trained.step(losses)
+            break
+        trained.step(losses)
     assert trained.steps == 3
+
+
+class Statistics(nn.Module):
+    """Normalises by what the first batch was like; ``flag`` says where it is noted that there was one."""
+
+    def __init__(self, flag: str) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        if flag == "buffer":
+            self.register_buffer("ready", torch.zeros((), dtype=torch.bool))
+        else:
+            self.ready = False
+        self.linear = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.ready:
+            self.mean = x.detach().mean(0)
+            self.ready = torch.ones((), dtype=torch.bool) if "ready" in dict(self.named_buffers()) else True
+        return self.linear(x - self.mean)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("flag", ["buffer", "attribute"])
+def test_buffers_that_are_set_by_the_first_batch(flag: str) -> None:
+    with pytest.raises(dp.PrivacyError, match=r"in its buffers .*mean.* set by made-up data before"):
+        first_step(Statistics(flag))
+    model = Statistics(flag)
+    model(torch.randn(20, WIDTH))
+    assert first_step(model).steps == 1
+
+
+class Counting(nn.Module):
+    """Buffers that change by themselves: a count, and random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("noise", torch.zeros(WIDTH))
+        self.linear = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.noise = torch.randn(WIDTH)
+        return self.linear(x)  # type: ignore[no-any-return]
+
+
+def test_buffers_that_do_not_take_up_data() -> None:
+    model = Counting()
+    trained = private(model, check_every=1)
+    for batch in trained.batches(dataset()):
+        model(batch[0])  # more calls than one
+        trained.step(losses_of(model, batch))
+    assert trained.steps == 6
 
 
 def test_the_remedy() -> None:

@@ -18,8 +18,8 @@ _REMEDY = "Everything that trains the model belongs into the losses; for public 
 class Gradients:
     """Tells what autograd has added to ``p.grad`` from what was released, and keeps the optimizer from applying it.
 
-    Released gradients may be changed at will (clipped, rescaled, replaced): that is computed from noisy sums. Hooks tell
-    of everything that a backward adds. They hold no tensor, and go with their owner.
+    Released gradients may be changed at will (clipped, rescaled, replaced): that is computed from noisy sums. Hooks
+    tell of everything that a backward adds. They hold no tensor, and go with their owner.
     """
 
     def __init__(self, owner: object, optimizer: Optimizer, params: Mapping[str, Tensor]) -> None:
