@@ -230,7 +230,7 @@ def _check_replicas(model: nn.Module) -> None:
         ):
             raise ValueError(
                 f"DistributedDataParallel{f' {name!r}' if name else ''} would send its buffers around at every forward "
-                f"pass, and processes that have no sample in a batch make none: wrap with broadcast_buffers=False"
+                f"pass, and each process runs the model again on samples of its own: wrap with broadcast_buffers=False"
             )
     sharded = [name for name, p in trainable(model).items() if is_sharded(p)]
     if sharded:
