@@ -14,7 +14,18 @@ from persample import dp
 from persample.dp.sampling import poisson
 from persample.dp.sources import Seeded
 from tests.distributed.processes import Processes
-from tests.distributed.test_private import CLIPS, Digits, losses_of, make_plan, mlp, private_for, same, train, wrap
+from tests.distributed.test_private import (
+    CLIPS,
+    Digits,
+    losses_of,
+    make_plan,
+    mlp,
+    private_for,
+    same,
+    train,
+    weights_of,
+    wrap,
+)
 
 STEPS = 30
 
@@ -125,3 +136,21 @@ def drifting(rank: int, world: int, how: str, what: str) -> None:
 )
 def test_what_drifts_apart_is_refused(several: Processes, how: str, what: str) -> None:
     several.run(drifting, how, what)
+
+
+def another_backward(rank: int, world: int, how: str) -> None:
+    model, optimizer, private = new(how)
+    train(model, private, steps=2)
+    batch = next(iter(private.batches(Digits())))
+    private.backward(losses_of(model, batch))
+    losses_of(model, batch).mean().backward()
+    before = weights_of(model)
+    with pytest.raises(dp.PrivacyError, match="that a backward has added to"):
+        optimizer.step()
+    for now, then in zip(weights_of(model), before, strict=True):
+        assert torch.equal(now, then)
+
+
+@pytest.mark.parametrize("how", ["plain", "ddp", "fsdp"])
+def test_gradients_of_another_backward(two: Processes, how: str) -> None:
+    two.run(another_backward, how)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import persample as ps
 from persample import dp
 from tests.dp.helpers import CLASSES, WIDTH, dataset, flat, losses_of, network, private
 
@@ -223,6 +224,30 @@ def test_evaluation_while_a_batch_waits() -> None:
         model.train()
         trained.step(losses)
     assert trained.steps == 6
+
+
+def test_a_step_that_is_tried_again() -> None:
+    model = network()
+    trained = private(model)
+    batch = next(iter(trained.batches(dataset())))
+    with pytest.raises(ps.NonFiniteError):
+        trained.step(losses_of(model, batch) * torch.inf)
+    trained.step(losses_of(model, batch))
+    assert trained.steps == 1
+
+
+def test_an_optimizer_that_steps_when_the_next_batch_is_there() -> None:
+    late, usual = network(), network()
+    trained = private(late)
+    for batch in trained.batches(dataset()):
+        trained._optimizer.step()
+        trained._optimizer.zero_grad()
+        trained.backward(losses_of(late, batch))
+    trained._optimizer.step()
+    other = private(usual)
+    for batch in other.batches(dataset()):
+        other.step(losses_of(usual, batch))
+    assert torch.equal(flat(late), flat(usual))
 
 
 def test_a_change_by_hand_while_a_batch_waits() -> None:

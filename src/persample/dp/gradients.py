@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,11 +22,13 @@ class Gradients:
     tell of everything that a backward adds. They hold no tensor, and go with their owner.
     """
 
-    def __init__(self, owner: object, optimizer: Optimizer, params: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, owner: object, optimizer: Optimizer, params: Mapping[str, Tensor], after_step: Callable[[], None]
+    ) -> None:
         self._names = {id(p): name for name, p in params.items()}
         self._added: dict[int, weakref.ref[Tensor]] = {}  # the gradients that a backward has added to
         self._since_batch: set[int] = set()
-        self._in_step = False
+        self._in_step, self._tell = False, weakref.WeakMethod(after_step)
         inner = _innermost(optimizer)
         handles = [p.register_post_accumulate_grad_hook(self._note) for p in params.values()]
         handles += [inner.register_step_pre_hook(self._before_step), inner.register_step_post_hook(self._after_step)]
@@ -73,6 +75,8 @@ class Gradients:
 
     def _after_step(self, *_: Any) -> None:
         self._in_step = False
+        if (tell := self._tell()) is not None:
+            tell()
 
     def _tainted(self, optimizer: Optimizer, among: Collection[int]) -> list[str]:
         """Parameters whose gradient is still the one that a backward has added to, and not zero."""

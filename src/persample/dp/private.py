@@ -52,7 +52,8 @@ class Private:
     epsilon 2.716 at delta 0.001 after 20 steps
 
     Args:
-        model: its trainable parameters, in float32 or wider, are trained. It is not changed.
+        model: its trainable parameters, in float32 or wider, are trained. It is not changed; while the run lives, hooks on
+            these parameters tell it of other backwards.
         optimizer: any of ``torch.optim`` (but LBFGS) that holds those parameters.
         plan: a `Plan`.
         clip: a ``ps.ClippedSum``, flat, per group or automatic, or an `AdaptiveClip`.
@@ -90,8 +91,8 @@ class Private:
         self._source = make_source(secure, seed, self._team.agree)
         self._ledger = Ledger(plan)
         self._guard = Guard(model, check_every if self._team.reruns else 0)
-        self._gradients = Gradients(self, optimizer, params)
         self._steady = Steady(model)
+        self._gradients = Gradients(self, optimizer, params, after_step=self._after_step)
         self._sums = Sums(params)
         self._part: Part | None = None  # yielded, and not stepped yet
         self._marked = 0
@@ -199,6 +200,11 @@ class Private:
         self._gradients.begin()
         self._steady.watch()
         self._guard.watch(part.step)
+
+    def _after_step(self) -> None:
+        """If a batch waits, the optimizer has applied the gradients of the one before."""
+        if self._part is not None:
+            self._steady.watch()
 
     def step(self, losses: Tensor) -> Step:
         """Clip, sum and add noise, then ``optimizer.step()``; all of it accounted for before.
