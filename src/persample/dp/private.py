@@ -52,8 +52,8 @@ class Private:
     epsilon 2.716 at delta 0.001 after 20 steps
 
     Args:
-        model: its trainable parameters, in float32 or wider, are trained. It is not changed; while the run lives, hooks on
-            these parameters tell it of other backwards.
+        model: its trainable parameters, in float32 or wider, are trained. It is not changed; while the run lives, hooks
+            on these parameters tell of other backwards.
         optimizer: any of ``torch.optim`` (but LBFGS) that holds those parameters.
         plan: a `Plan`.
         clip: a ``ps.ClippedSum``, flat, per group or automatic, or an `AdaptiveClip`.
