@@ -327,6 +327,20 @@ for equation in ("bhwc,hk->bkwc", "bhwc,wk->bhkc", "bhwc,kh->bkwc", "bhwc,kw->bh
     transform(equation)
 
 
+@coinciding
+def columns_of_a_table(n: int, H: int) -> Program:
+    """One row of a table, whose rows are as many as the samples; the columns are chosen by constants."""
+    net, x = Weights(H), torch.randn(n, 3)
+    return [net.square], lambda: (x + net.square.index_select(1, torch.tensor([0, 2, 2]))[0]).tanh().sum(1)
+
+
+@coinciding
+def features_of_a_table(n: int, H: int) -> Program:
+    """Rows are read by constants, and features are as many as the samples."""
+    table, x = nn.Embedding(9, H), torch.randn(n, H)
+    return table, lambda: (x + table(torch.tensor([1, 5, 5, 7, 8])).sum(0)).tanh().sum(1)
+
+
 @pytest.mark.parametrize(("n", "H"), [(2, 4), (4, 4), (3, 4), (2, 8), (8, 4)])
 @pytest.mark.parametrize("name", COINCIDING)
 def test_sizes_that_coincide_are_no_interaction(name: str, n: int, H: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,12 +102,12 @@ def prototypes_by_distance(B: int) -> Program:
     net, x, support = (
         nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)),
         torch.randn(B, 4),
-        torch.randn(6, 4),
+        torch.randn(10, 4),  # no multiple of B: then they might be the samples
     )
-    y = ints(3, B)
+    y = ints(5, B)
 
     def losses() -> Tensor:
-        centres = net(support).unflatten(0, (3, 2)).mean(1)
+        centres = net(support).unflatten(0, (5, 2)).mean(1)
         distance = (net(x)[:, None] - centres).square().sum(2)
         return F.cross_entropy(-distance, y, reduction="none")
 

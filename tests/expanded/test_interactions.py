@@ -279,3 +279,21 @@ def test_functions_of_activations(name: str, where: str) -> None:
     ):
         squares(out).sum().backward()
     assert all(getattr(p, "grad_sample", None) is None for p in module.parameters())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda m, x: (x * m.w).sum().expand(B),
+        lambda m, x: (x + m.w).sum() * torch.ones(B),
+        lambda m, x: torch.where(x > 0, x, m.w).sum().expand(B),
+        lambda m, x: torch.where(x > 0, x, m.w).sum() + x,
+    ],
+)
+def test_data_and_a_weight_of_the_same_shape_summed_for_all(body: Callable[[Run, Tensor], Tensor]) -> None:
+    """Shapes do not tell these data from a scale of the weight's elements, but they are known to be the samples'."""
+    module = Run(body, w=torch.randn(B))
+    out = call_for_per_sample_grads(module)(r(B))
+    with pytest.raises(ps.UnsupportedError, match="cannot tell the samples apart"):
+        out.sum().backward()
+    assert getattr(module.w, "grad_sample", None) is None

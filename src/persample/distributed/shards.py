@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 _OF_GROUP = {"reduce_grads": False, "reshard_after_backward": False}
@@ -58,35 +57,6 @@ def owners(params: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     return {name: parts.get(id(p), p) for name, p in params.items()} if parts else params
 
 
-@contextmanager
-def summing(params: Mapping[str, Tensor]) -> Iterator[None]:
-    """Let an ordinary backward of these sharded parameters' models give sums over ranks, where FSDP takes means."""
-    members = [group for _, state in _states_of(params, (), ()) for group in _groups(state)]
-    names = {"gradient_divide_factor": 1.0, "force_sum_reduction_for_comms": True}
-    before = [(group, name, getattr(group, name)) for group in members for name in names]
-    for group in members:
-        for name, value in names.items():
-            setattr(group, name, value)
-    try:
-        yield
-    finally:
-        for group, name, value in before:
-            setattr(group, name, value)
-
-
-@contextmanager
-def silenced(params: Mapping[str, Tensor]) -> Iterator[None]:
-    """Let a backward of these sharded parameters' models add exactly zero, NaN or not: what others wait for is made."""
-    members = [group for _, state in _states_of(params, (), ()) for group in _groups(state)]
-    leaves = [one._unsharded_param for one in _initialised(members)]
-    handles = [p.register_hook(torch.zeros_like) for p in leaves if p.requires_grad]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def computes_in(params: Mapping[str, Tensor]) -> set[Any]:
     """The dtypes in which sharded parameters are used and their gradients added up, other than their own."""
     members = [group for _, state in _states_of(params, (), ()) for group in _groups(state)]
@@ -96,10 +66,28 @@ def computes_in(params: Mapping[str, Tensor]) -> set[Any]:
 
 def own_shard(p: Any, total: Tensor) -> Tensor:
     """This process's part of a full tensor that all ranks have, as a DTensor like a sharded parameter."""
+    found: Tensor = _placed(p, total.to(p.dtype))
+    return found
+
+
+def like_shard(p: Any, part: Tensor) -> Tensor:
+    """A plain tensor as this process's part of a DTensor like a sharded parameter."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(part, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+
+
+def own_part(p: Any, total: Tensor) -> Tensor:
+    """The same as a plain tensor, of any dtype and with further dims."""
+    found: Tensor = _placed(p, total).to_local()
+    return found
+
+
+def _placed(p: Any, total: Tensor) -> Any:
     from torch.distributed.tensor import DTensor, Replicate
 
     everywhere = [Replicate()] * p.device_mesh.ndim
-    whole = DTensor.from_local(total.to(p.dtype), p.device_mesh, everywhere, run_check=False)
+    whole = DTensor.from_local(total, p.device_mesh, everywhere, run_check=False)
     return whole.redistribute(placements=p.placements)
 
 

@@ -11,12 +11,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..factors.exact import Unit
 from ..reductions import Call, ClippedSum, Clipping
 from ..reductions.groups import Groups
 from .errors import PrivacyError
 from .plan import Plan
 
 _NO_DEVICE = torch.device("cpu")
+_COUNT_BITS = 20  # of a count's coordinate: the sum of 2**40 samples fits into 64 bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +79,12 @@ class Clipper(ABC):
         """What must stay the same during a run, to be stored and compared."""
 
     def count(self, clipping: Clipping) -> Tensor | None:
-        """One more coordinate to be released with the sums, or none."""
+        """One more coordinate to be released with the sums, as a whole number of `counted_in`; or none."""
         return None
 
-    def nothing(self) -> Tensor | None:
-        """That coordinate for an empty batch."""
+    @property
+    def counted_in(self) -> Unit | None:
+        """The unit of that coordinate, if there is one."""
         return None
 
     def follow(self, noisy: Tensor) -> None:
@@ -161,6 +164,19 @@ class Following(Clipper):
 
     @property
     def _kappa(self) -> float:
+        """By how much more a sample below the bound adds than another: twice a whole number of units."""
+        return self._steps * self.counted_in.size * 2
+
+    @property
+    def counted_in(self) -> Unit:
+        return Unit(math.frexp(self._ideal)[1] - _COUNT_BITS)
+
+    @property
+    def _steps(self) -> int:
+        return round(self._ideal / self.counted_in.size / 2)
+
+    @property
+    def _ideal(self) -> float:
         z = self._plan.noise
         if z == 0:
             return 1.0
@@ -174,11 +190,7 @@ class Following(Clipper):
 
     def count(self, clipping: Clipping) -> Tensor | None:
         norms: Tensor = clipping.norms
-        below = (norms <= self.bound).double() - 0.5
-        return below.sum().mul(self._kappa).reshape(1)
-
-    def nothing(self) -> Tensor | None:
-        return torch.zeros(1, dtype=torch.float64)
+        return (norms <= self.bound).long().mul_(2).sub_(1).sum().mul_(self._steps).reshape(1)
 
     def follow(self, noisy: Tensor) -> None:
         fraction = float(noisy) / self._kappa / self._plan.batch_size + 0.5

@@ -17,7 +17,6 @@ from .sources import Numbers, Source
 _BLOCK = 2**16  # numbers at a time: they stay in the cache, and each block has a stream of its own
 _FEWEST = 4  # blocks for each thread at least: starting one takes as long as a block
 _SHARE = 2.0**-12  # what rounding to the grid may add to the sensitivity, relatively
-_CLIPPING = 2.0**-13  # how far rounding errors may carry a clipped sum beyond its bound, relatively
 
 
 @dataclass(frozen=True)
@@ -30,12 +29,11 @@ class Scale:
     result is a function of the ideal Gaussian mechanism's.
 
     Rounding moves a coordinate of either of two neighbouring sums by half a step of the grid at most, hence their
-    difference by ``grid · √size``: this, and the rounding errors that clipping allows itself, is added to the
-    sensitivity, and the noise grows with it (by less than 0.04%).
+    difference by ``grid · √size``: this is added to the sensitivity, and the noise grows with it (by less than 0.03%).
+    The sums themselves are exact, and what clipping rounds is within the bound (`persample.factors.exact`).
 
-    Not covered: tails (normals made from 53-bit uniforms end between 8 and 14 standard deviations),
-    rounding errors of the sum of the clipped gradients that go beyond that allowance (very large batches in float32),
-    and the time that all this takes.
+    Not covered: tails (normals made from 53-bit uniforms end between 8 and 14 standard deviations), and the time that
+    all this takes.
     """
 
     sensitivity: float
@@ -51,7 +49,7 @@ class Scale:
     @property
     def std(self) -> float:
         """The standard deviation of the noise on each coordinate."""
-        whole = self.sensitivity * (1 + _CLIPPING) + self.grid * math.sqrt(self.size)
+        whole = self.sensitivity + self.grid * math.sqrt(self.size)
         return self.noise_multiplier * whole
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..api import check_losses
 from ..distributed import is_sharded
 from ..reductions import ClippedSum
+from ..reductions.exact import ExactClippedSum
 from .binding import Binding, is_older, mark, trainable
 from .clips import Clip, clipper
 from .errors import PrivacyError
@@ -24,11 +25,11 @@ from .noise import Scale, add_noise
 from .plan import Plan
 from .records import Spent, Step
 from .runs import RUNS, warn_of
-from .sampling import Part, Sampler, check_data, loader
+from .sampling import Part, Sampler, check_data, loader, most_samples
 from .sources import make_source
 from .state import Checkpoint, follow_journal, open_journal, read, write
 from .steady import Steady
-from .sums import Sums
+from .sums import Sums, Whole
 from .team import Team
 from .teams import team_of
 from .world import World
@@ -93,7 +94,7 @@ class Private:
         self._guard = Guard(model, check_every if self._team.reruns else 0)
         self._steady = Steady(model)
         self._gradients = Gradients(self, optimizer, params, after_step=self._after_step)
-        self._sums = Sums(params)
+        self._sums = Sums({name: self._team.own(p) for name, p in params.items()})
         self._part: Part | None = None  # yielded, and not stepped yet
         self._marked = 0
         self._warned = False  # of earlier runs
@@ -256,34 +257,40 @@ class Private:
         """Clip and add up; the share of samples that were weighed down, and how many were left out as not finite."""
         if padding and not self._team.lockstep:
             return 0.0, 0
-        found = self._team.clipped(losses, self._binding.params, self._clipper.reduction(), padding)
-        return self._sums.add(found, self._clipper.count(found.clipping)), len(found.clipping.dropped)
+        found = self._team.clipped(losses, self._binding.params, self._exactly(padding))
+        return self._sums.add(found, self._clipper.count(found.asked)), len(found.clipping.dropped)
 
     def _alike(self) -> dict[str, int]:
         """What has to be the same in all processes."""
         whole = {f"parameter {name!r}": p for name, p in self._binding.params.items() if not is_sharded(p)}
         return {**of_tensors(whole), **of_settings(self._optimizer)}
 
+    def _exactly(self, padding: int = 0) -> ExactClippedSum:
+        """This step's clipped sum, for as many samples as a batch may have."""
+        return ExactClippedSum(self._clipper.reduction(), most_samples(self.plan), padding)
+
     def _release(self, part: Part) -> None:
         """Account, then add noise and write ``p.grad``."""
-        sums, count = self._sums.take(self._clipper)
+        params, counted_in = self._binding.params, self._clipper.counted_in
+        sums = self._sums.take(self._exactly().units_for(params), counted_in)
         self._ledger.account(part.opens_pass)
-        released = [*sums.values(), *([] if count is None else [count])]
         scale = Scale(
             sensitivity=self._clipper.sensitivity() * self.plan.contributions,
             noise_multiplier=self.plan.noise,
-            size=sum(t.numel() * (2 if t.is_complex() else 1) for t in released),
+            size=sum(p.numel() * (2 if p.is_complex() else 1) for p in params.values()) + (counted_in is not None),
         )
 
-        def noise(tensors: Sequence[Tensor], stream: int = 0) -> None:
-            add_noise(tensors, scale, self._source, part.step, stream)
+        def noisy(sums: Sequence[Whole], stream: int = 0) -> list[Tensor]:
+            found = [whole.on_grid(scale.grid if self.plan.noise else None) for whole in sums]
+            add_noise(found, scale, self._source, part.step, stream)
+            return found
 
-        self._team.release(released, noise)
-        if count is not None:
-            self._clipper.follow(count)
+        released = self._team.release(sums, noisy)
+        if counted_in is not None:
+            self._clipper.follow(released.pop())
         self._gradients.released()
-        for name, p in self._binding.params.items():
-            p.grad = sums[name].div_(self.plan.batch_size)
+        for p, total in zip(params.values(), released, strict=True):
+            self._team.give(p, total.div_(self.plan.batch_size))
 
     def state_dict(self) -> dict[str, Any]:
         """The accounts, and what they are bound to: numbers, strings, lists and dicts, no tensors.

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, IterableDataset
 
+from .errors import PrivacyError
 from .plan import Plan
 from .sources import Source
 from .team import Team
@@ -41,6 +42,11 @@ def shuffled(plan: Plan, source: Source, step: int) -> Iterator[list[int]]:
         yield order[start : start + plan.batch_size]
 
 
+def most_samples(plan: Plan) -> int:
+    """How many samples a batch may have: many times more than it ever has, by the plan's rate."""
+    return 4 * plan.batch_size + 1024 if plan.sampling == "poisson" else plan.batch_size
+
+
 class Sampler:
     """Indices of what to load next, for a DataLoader; `parts` tells what they are, in the same order.
 
@@ -54,6 +60,11 @@ class Sampler:
 
     def __iter__(self) -> Iterator[list[int]]:
         for step, samples, opens_pass in self._batches():
+            if len(samples) > most_samples(self._plan):
+                raise PrivacyError(
+                    f"a batch of {len(samples)} samples was drawn where {self._plan.batch_size} are expected: that "
+                    f"does not happen by chance, so something is wrong with the random numbers"
+                )
             parts = self._team.parts(samples, self._physical)
             for place, (some, padding) in enumerate(parts):
                 self.parts.append(Part(step, len(some), place + 1 == len(parts), opens_pass, padding))

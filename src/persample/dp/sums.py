@@ -1,45 +1,87 @@
-"""Clipped sums of the parts of one batch."""
+"""Clipped sums of the parts of one batch: whole numbers, so that nothing is rounded on the way to the noise."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from .clips import Clipper, listed
+from ..factors.exact import Unit
+from ..reductions import Clipping
+from .clips import listed
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Whole ``numbers`` of a unit, in int64. Complex numbers are pairs."""
+
+    numbers: Tensor
+    unit: Unit
+
+    def on_grid(self, grid: float | None) -> Tensor:
+        """In float64, rounded to multiples of a power of two; or just as they are.
+
+        Whole numbers are rounded as such: beyond 2**53, float64 would round them once more.
+        """
+        shift = 0 if grid is None else math.frexp(grid)[1] - 1 - self.unit.exponent
+        if grid is None or shift <= 0:
+            return self.numbers.double().mul_(self.unit.size)
+        return ((self.numbers + (1 << (shift - 1))) >> shift).double().mul_(grid)
+
+
+class Clipped(Protocol):
+    """What a part of a batch gives."""
+
+    @property
+    def clipping(self) -> Clipping:
+        """What became of its samples."""
+
+    @property
+    def asked(self) -> Clipping:
+        """The same, but for what rounding has changed in the weights."""
+
+    def take(self, name: str) -> Tensor | None:
+        """A parameter's sum, once; None for zero."""
 
 
 class Sums:
     """Adds up what the parts of a batch give; holds nothing between batches."""
 
     def __init__(self, params: Mapping[str, Tensor]) -> None:
-        self._params = params
+        self._params = params  # those of this process, of the shapes that sums have
         self.clear()
 
     def clear(self) -> None:
         """Forget the parts so far."""
-        self._found: dict[str, Tensor] | None = None
+        self._found: dict[str, Tensor] = {}
         self._count: Tensor | None = None
 
-    def add(self, found: Any, count: Tensor | None) -> float:
+    def add(self, found: Clipped, count: Tensor | None) -> float:
         """One more part; returns the share of its samples that were weighed down."""
-        if self._found is None:
-            self._found, self._count = {name: found[name].contiguous() for name in self._params}, count
-        else:
-            for name, total in self._found.items():
-                total += found[name]
-            if count is not None and self._count is not None:
-                self._count += count
+        for name in self._params:
+            part = found.take(name)
+            if part is not None:
+                self._found[name] = part if name not in self._found else self._found[name].add_(part)
+        if count is not None:
+            self._count = count if self._count is None else self._count + count
         weights = torch.stack([w.double() for w in listed(found.clipping.weights)])
         return float((weights < 1).any(0).double().mean()) if weights.shape[1] else 0.0
 
-    def take(self, clipper: Clipper) -> tuple[dict[str, Tensor], Tensor | None]:
-        """The sums, and the count if the clip asks for one; zeros for an empty batch."""
-        found, count = self._found, self._count
+    def take(self, units: Mapping[str, Unit], counted_in: Unit | None) -> list[Whole]:
+        """The sums in the parameters' order, and the count if the clip asks for one; zeros where nothing came."""
+        wholes = []
+        for name, p in self._params.items():
+            numbers = self._found.pop(name, None)
+            if numbers is None:
+                shape = (*p.shape, 2) if p.is_complex() else p.shape
+                numbers = torch.zeros(shape, dtype=torch.int64, device=p.device)
+            wholes.append(Whole(numbers, units[name]))
+        if counted_in is not None:
+            count = torch.zeros(1, dtype=torch.int64) if self._count is None else self._count
+            wholes.append(Whole(count, counted_in))
         self.clear()
-        if found is None:
-            found = {name: torch.zeros_like(p, requires_grad=False).contiguous() for name, p in self._params.items()}
-            count = clipper.nothing()
-        return found, count
+        return wholes

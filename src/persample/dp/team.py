@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..reduce import reduce
-from ..reductions import ClippedSum
+from ..reductions.exact import ExactClippedSum, ExactSums
+from .sums import Clipped, Whole
 
 Parts = list[tuple[list[int], int]]
 Alike = Callable[[], Mapping[str, int]]  # numbers by name that must be the same in all processes
@@ -19,9 +20,9 @@ _SHOWN = 0  # the index of what is run where there is no sample: a public choice
 
 
 class AddNoise(Protocol):
-    """Adds a step's noise to tensors, in place; each ``stream`` has its own."""
+    """Sums with a step's noise, in float64; each ``stream`` has its own."""
 
-    def __call__(self, tensors: Sequence[Tensor], stream: int = 0) -> None: ...
+    def __call__(self, sums: Sequence[Whole], stream: int = 0) -> list[Tensor]: ...
 
 
 class Team:
@@ -54,13 +55,22 @@ class Team:
         turns = max(len(split(samples[:: self.size], physical)), 1)  # the first process's share is the largest
         return [(part, 0) for part in own] + [([_SHOWN], 1)] * (turns - len(own))
 
-    def clipped(self, losses: Tensor, params: Mapping[str, Tensor], clip: ClippedSum, padding: int) -> Any:
-        """The clipped sum over this process's losses, by name, with its ``clipping``."""
-        return reduce(losses, params, clip, independent=True)[0]
+    def own(self, p: Tensor) -> Tensor:
+        """The part of a parameter that this process adds noise to."""
+        return p.detach()
 
-    def release(self, sums: Sequence[Tensor], add_noise: AddNoise) -> None:
-        """From local sums to their noisy total, in place and the same in all processes; noise is drawn once."""
-        add_noise(sums)
+    def give(self, p: Tensor, gradient: Tensor) -> None:
+        """Make this the gradient of that part, in the parameter's dtype; complex numbers come as pairs."""
+        p.grad = (torch.view_as_complex(gradient) if p.is_complex() else gradient).to(p.dtype)
+
+    def clipped(self, losses: Tensor, params: Mapping[str, Tensor], clip: ExactClippedSum) -> Clipped:
+        """The clipped sum over this process's losses, by name, with its ``clipping``."""
+        found: ExactSums = reduce(losses, params, clip, independent=True)[0]
+        return found
+
+    def release(self, sums: Sequence[Whole], add_noise: AddNoise) -> list[Tensor]:
+        """From local sums to their noisy total, the same in all processes; noise is drawn once."""
+        return add_noise(sums)
 
     def states(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """What is saved of model and optimizer."""

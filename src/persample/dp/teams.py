@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,13 +15,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .._errors import NonFiniteError
-from ..distributed import Ranks, computes_in, is_sharded, silenced, summing
+from ..distributed import Ranks, computes_in, is_sharded, like_shard, own_part
 from ..reduce import reduce
-from ..reductions import ClippedSum, Clipping, Norms
-from ..reductions.clipping import ClippedDict
+from ..reductions import Clipping
+from ..reductions.exact import ExactClippedSum, ExactSums
 from .binding import trainable
 from .errors import PrivacyError
 from .fingerprints import summary
+from .sums import Clipped, Whole
 from .team import AddNoise, Alike, Team
 
 
@@ -37,18 +39,18 @@ class Several(Team):
         with self._all_there():
             return self._ranks.first(value, self._device)
 
-    def _noisy_total(self, sums: Sequence[Tensor], add_noise: AddNoise, stream: int = 0) -> None:
-        """Local sums to the first process, noise there, and the result to all: in float64, in place."""
-        flat = [torch.view_as_real(t) if t.is_complex() else t for t in sums]
-        line = torch.cat([t.reshape(-1).to(self._device, torch.float64) for t in flat])
-        parts = [part.view(t.shape) for part, t in zip(line.split([t.numel() for t in flat]), flat, strict=True)]
+    def _noisy_total(self, sums: Sequence[Whole], add_noise: AddNoise, stream: int = 0) -> list[Tensor]:
+        """Local sums to the first process, in int64; noise there, and the result to all, in float64."""
+        sizes = [whole.numbers.numel() for whole in sums]
+        line = torch.cat([whole.numbers.reshape(-1).to(self._device) for whole in sums])
+        noisy = torch.empty_like(line, dtype=torch.float64)
         with self._all_there():
             dist.reduce(line, group=self._ranks.group, group_dst=0)
             if self.rank == 0:
-                add_noise(parts, stream)
-            dist.broadcast(line, group=self._ranks.group, group_src=0)
-        for t, part in zip(flat, parts, strict=True):
-            t.copy_(part)
+                totals = [Whole(part, whole.unit) for part, whole in zip(line.split(sizes), sums, strict=True)]
+                torch.cat(add_noise(totals, stream), out=noisy)
+            dist.broadcast(noisy, group=self._ranks.group, group_src=0)
+        return [part.view(whole.numbers.shape) for part, whole in zip(noisy.split(sizes), sums, strict=True)]
 
     @contextmanager
     def together(self, alike: Alike) -> Iterator[None]:
@@ -124,17 +126,18 @@ class Replicas(Several):
                 self._meet(failed=True)  # the others come to `release` and hear of it there
             raise
 
-    def release(self, sums: Sequence[Tensor], add_noise: AddNoise) -> None:
+    def release(self, sums: Sequence[Whole], add_noise: AddNoise) -> list[Tensor]:
         self._waited_for = False
         self._meet()
-        self._noisy_total(sums, add_noise)
+        return self._noisy_total(sums, add_noise)
 
 
 class Shards(Several):
     """Every process has a part of the model (FSDP2), and a share of each batch.
 
-    Norms come first, then an ordinary weighted backward: sharded gradients flow by FSDP's own reduce-scatter, and every
-    process adds noise to its part. All processes run the model equally often, those that have no sample left included.
+    Every process clips its own samples, with weights that are gathered for that; sums are added up one parameter after
+    another, and every process keeps its part of them and adds noise to it. All processes run the model equally often,
+    those that have no sample left included.
 
     Args:
         model: a model sharded by ``fully_shard`` over one mesh of one dim, all trainable parameters included.
@@ -148,37 +151,30 @@ class Shards(Several):
         mesh = next(iter(params.values())).device_mesh  # type: ignore[attr-defined]
         super().__init__(model, mesh.get_group())
 
-    def clipped(self, losses: Tensor, params: Mapping[str, Tensor], clip: ClippedSum, padding: int) -> Any:
-        if clip.per is not None or clip.nonfinite != "raise":
-            raise ValueError(
-                "a sharded model is clipped by one weight per sample in an ordinary backward: use a flat ClippedSum "
-                "(no per=), and nonfinite='raise', because a weight of zero does not remove a NaN"
-            )
-        (norms,) = reduce(losses, params, Norms(), independent=True, retain_graph=True)
-        counted = len(norms) - padding
-        bad = (~norms[:counted].isfinite()).nonzero().flatten().tolist()
+    def own(self, p: Tensor) -> Tensor:
+        local: Tensor = p.detach().to_local()  # type: ignore[attr-defined]
+        return local
+
+    def give(self, p: Tensor, gradient: Tensor) -> None:
+        part = (torch.view_as_complex(gradient) if p.is_complex() else gradient).to(p.dtype)
+        p.grad = like_shard(p, part)
+
+    def clipped(self, losses: Tensor, params: Mapping[str, Tensor], clip: ExactClippedSum) -> Clipped:
+        whether_raised = clip.nonfinite
+        clip.nonfinite = "drop"  # all processes raise together, or none
+        found: ExactSums = reduce(losses, params, clip, independent=True)[0]
+        bad = list(found.clipping.dropped)
         with self._all_there():
             elsewhere = self._ranks.count([len(bad)], self._device)[0] - len(bad)
-        if bad or elsewhere:
-            raise NonFiniteError(bad, len(norms), elsewhere)
-        weights = torch.zeros_like(norms, dtype=torch.float64)
-        weights[:counted] = clip.weigh(norms[:counted].double())
-        for p in params.values():
-            p.grad = None
-        with summing(params), silenced(params) if padding else nullcontext():
-            losses.backward(weights.to(losses.dtype))
-        found = ClippedDict({name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in params.items()})
-        found.clipping = Clipping(norms[:counted], weights[:counted], (), clip.sensitivity)
-        for p in params.values():
-            p.grad = None
-        return found
+        if whether_raised == "raise" and (bad or elsewhere):
+            raise NonFiniteError(bad, len(losses), elsewhere)
+        return _Scattered(found, params, self._ranks)
 
-    def release(self, sums: Sequence[Tensor], add_noise: AddNoise) -> None:
+    def release(self, sums: Sequence[Whole], add_noise: AddNoise) -> list[Tensor]:
         self._meet()
-        add_noise([t.to_local() for t in sums if is_sharded(t)], self.rank)  # type: ignore[attr-defined]
-        whole = [t for t in sums if not is_sharded(t)]  # an adaptive clip's count
-        if whole:
-            self._noisy_total(whole, add_noise, stream=self.size)
+        own = len(self._params)
+        noisy = add_noise(sums[:own], self.rank)
+        return [*noisy, *(self._noisy_total(sums[own:], add_noise, self.size) if sums[own:] else [])]
 
     def states(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
@@ -200,6 +196,30 @@ class Shards(Several):
                 optim_state_dict=states["optimizer"],
                 options=whole,
             )
+
+
+@dataclass(frozen=True)
+class _Scattered:
+    """Sums of all processes, of which each keeps its part: all ask for the same parameters in the same order."""
+
+    found: ExactSums
+    params: Mapping[str, Tensor]
+    ranks: Ranks
+
+    @property
+    def clipping(self) -> Clipping:
+        return self.found.clipping
+
+    @property
+    def asked(self) -> Clipping:
+        return self.found.asked
+
+    def take(self, name: str) -> Tensor:
+        p, total = self.params[name], self.found.take(name)
+        if total is None:
+            total = torch.zeros(*p.shape, *[2] * p.is_complex(), dtype=torch.int64, device=p.device)
+        dist.all_reduce(total, group=self.ranks.group)
+        return own_part(p, total)
 
 
 def team_of(model: nn.Module) -> Team:

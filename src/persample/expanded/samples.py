@@ -21,6 +21,7 @@ from .._errors import InteractionError
 from ..graph.layout import Block, Labels, Layout, Shape, carry, join, strides
 from ..graph.plan import Plan
 from ..graph.roots import Roots, slot_of
+from ..graph.rows import only_counts
 from ..graph.saved import in_checkpoint, tensor
 from ..graph.site import Flow, weights_only
 from ..graph.tape import Slot, Tape, op_name
@@ -241,9 +242,10 @@ class Samples:
         for slot, layout in self.evidence().items():
             state = plan.map.cotangents.get(slot)
             differs = isinstance(state, Layout) and join(state, layout, plan.tape.shape(slot)) is None
-            if differs or (state is Flow.MIXED and not mixed):
+            shared = state is Flow.SHARED and not only_counts(slot[0])  # positions may be as many as samples
+            if differs or ((state is Flow.MIXED or shared) and not mixed):
                 raise Disagreement(self.moved[slot].op if slot in self.moved else None)
-            agreed.update([slot[0]] if isinstance(state, Layout) else [])  # what looks like a batch may be shared
+            agreed.update([slot[0]] if isinstance(state, Layout) else [])
         return agreed
 
 

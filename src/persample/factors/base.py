@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..kernels.gram import gram_norms
 from ..kernels.norms import row_norms, wide, widest
+from .exact import Exact, Unit, Written, norm_error, roundoff
 from .workspace import Workspace
 
 Shape = tuple[int, ...]
@@ -216,6 +217,18 @@ class Factor(ABC):
             for weight, row in zip(weights[some], real_rows(part), strict=True):
                 into += (row.to(weight.dtype) * weight).to(into.dtype)
         return total
+
+    def rounding(self) -> Tensor:
+        """(B,): how far rounding can carry a gradient that is written out away from what it is; at most."""
+        return roundoff(self.dtype) * self.sizes()
+
+    def norm_bounds(self, space: Workspace | None = None) -> Tensor:
+        """(B,): at least the norms, of gradients as they are and as they are written out, whatever was rounded."""
+        return self.own_norms(space) * norm_error(self.dtype) + 2 * self.rounding()
+
+    def exact(self, unit: Unit, space: Workspace) -> Exact:
+        """The same to be summed without rounding, in whole numbers of a unit."""
+        return Written(self, unit, space)
 
     def weighted_sum(self, weights: Tensor, space: Workspace | None = None) -> Tensor:
         """(*shape): Σ_b weights[b] · gradient[b], in float32 or wider."""

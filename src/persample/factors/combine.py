@@ -11,10 +11,11 @@ from ..kernels.norms import wide
 from .base import Factor, Samples, Shape, deliver
 from .deferred import Deferred
 from .dense import Dense
-from .moves import Cast, Move, Reshape
+from .exact import Exact, Several, Unit
+from .moves import AsComplex, Cast, Move, Reshape
 from .outer import Outer
 from .rows import Rows
-from .tied import tied, tied_norms
+from .tied import tied, tied_bounds, tied_norms
 from .workspace import Workspace
 
 
@@ -77,6 +78,17 @@ class View(Factor):
     def doubtful(self, space: Workspace | None = None) -> Tensor:
         return self.base.doubtful(space) if self.move.keeps else super().doubtful(space)
 
+    def rounding(self) -> Tensor:
+        return self.base.rounding()
+
+    def norm_bounds(self, space: Workspace | None = None) -> Tensor:
+        return self.base.norm_bounds(space) if self.move.keeps else super().norm_bounds(space)
+
+    def exact(self, unit: Unit, space: Workspace) -> Exact:
+        if not self.move.keeps:
+            return super().exact(unit, space)
+        return Moved(self.base.exact(unit, space), self.move, is_complex=self.base.dtype.is_complex)
+
     def weighted_sum(self, weights: Tensor, space: Workspace | None = None) -> Tensor:
         if not self.move.keeps:
             return super().weighted_sum(weights, space)
@@ -96,6 +108,22 @@ class View(Factor):
         if self.move.keeps and isinstance(other, View) and other.move == self.move:
             return self.base.gram(other.base, space)
         return super().gram(other, space)
+
+
+class Moved(Exact):
+    """Gradients with their elements in other places."""
+
+    def __init__(self, base: Exact, move: Move, *, is_complex: bool) -> None:
+        self._base, self._move, self._is_complex = base, move, is_complex  # whether the base is
+        self.limits = base.limits
+
+    def total(self, weights: Tensor) -> Tensor:
+        total = self._base.total(weights)
+        if isinstance(self._move, (Cast, AsComplex)):
+            return total  # complex numbers are pairs already
+        parts = total.unbind(-1) if self._is_complex else (total,)
+        moved = [self._move(part.unsqueeze(0)).squeeze(0) for part in parts]
+        return torch.stack(moved, -1) if self._is_complex else moved[0]
 
 
 class Sum(Factor):
@@ -151,6 +179,19 @@ class Sum(Factor):
 
     def sizes(self) -> Tensor:
         return torch.stack([term.sizes() for term in self.terms]).sum(0)
+
+    def rounding(self) -> Tensor:
+        terms = torch.stack([term.rounding() for term in self.terms]).sum(0)
+        half = wide(self.dtype) != self.dtype
+        added = torch.stack([term.norm_bounds() if half else term.sizes() for term in self.terms]).sum(0)
+        return terms + len(self.terms) * torch.finfo(self.dtype).eps * added
+
+    def norm_bounds(self, space: Workspace | None = None) -> Tensor:
+        both = tied(self.terms)
+        return super().norm_bounds(space) if both is None else tied_bounds(self.own_norms(space), *both, space)
+
+    def exact(self, unit: Unit, space: Workspace) -> Exact:
+        return Several([term.exact(unit, space) for term in self.terms], self.norm_bounds(space))
 
     def weighted_sum(self, weights: Tensor, space: Workspace | None = None) -> Tensor:
         total = self.terms[0].weighted_sum(weights, space)

@@ -27,6 +27,7 @@ from ..kernels.convolution import (
 from ..kernels.gram import ROWS
 from ..kernels.norms import row_norms, wide
 from .base import Factor, Samples, Shape, deliver
+from .exact import Exact, Product, Unit, gram_bounds, roundoff
 from .workspace import Workspace
 
 _TEMPORARIES = 3  # times a gradient: room for what a kernel writes beside it
@@ -159,6 +160,22 @@ class Convolution(Factor):
     def sizes(self) -> Tensor:
         """As for outer products; every input is in at most as many patches as the kernel has places."""
         return row_norms(self.x) * row_norms(self.dy) * math.sqrt(prod(self.size[2:]))
+
+    def rounding(self) -> Tensor:
+        return roundoff(self.dtype, self.positions) * self.sizes()
+
+    def norm_bounds(self, space: Workspace | None = None) -> Tensor:
+        if choose_norms(*self._key) in ("stack", "positions"):
+            return super().norm_bounds(space)
+        terms = self.x.shape[2] * prod(self.size[2:]) + self.dy.shape[2] + 4 * self.positions
+        return gram_bounds(self.own_norms(space), self.sizes(), terms, self.dtype)
+
+    def exact(self, unit: Unit, space: Workspace) -> Exact:
+        def multiply(x: Tensor, dy: Tensor) -> Tensor:
+            return weight_summed(x, dy, self.size, self.geometry)
+
+        spread = math.sqrt(prod(self.size[2:]))
+        return Product((self.x, self.dy), multiply, self.norm_bounds(space), unit, space, spread=spread)
 
     def weighted_sum(self, weights: Tensor, space: Workspace | None = None) -> Tensor:
         """The library's own summed gradient, of scaled inputs or cotangents, whichever are fewer."""

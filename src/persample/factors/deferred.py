@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..kernels.norms import wide
 from .base import Factor, Samples, Shape
+from .exact import Exact, InParts, Unit, roundoff
 from .outer import Outer
 from .workspace import Workspace
 
@@ -53,10 +54,12 @@ class Deferred(Factor):
         """The same, kept."""
         return self._make(slice(0, self.batch))
 
-    def _parts(self) -> Iterator[tuple[slice, Outer]]:
+    def _slices(self) -> Iterator[slice]:
         for start in range(0, max(self.batch, 1), self._most):  # once, if there are none
-            some = slice(start, min(start + self._most, self.batch))
-            yield some, self._make(some)
+            yield slice(start, min(start + self._most, self.batch))
+
+    def _parts(self) -> Iterator[tuple[slice, Outer]]:
+        return ((some, self._make(some)) for some in self._slices())
 
     def stack(self, out: Tensor | None = None) -> Tensor:
         found = torch.empty(self.batch, *self.shape, dtype=self.dtype, device=self.device) if out is None else out
@@ -79,6 +82,24 @@ class Deferred(Factor):
 
     def sizes(self) -> Tensor:
         return torch.cat([part.sizes() for _, part in self._parts()])
+
+    def rounding(self) -> Tensor:
+        return roundoff(self.dtype, self.positions) * self.sizes()
+
+    def norm_bounds(self, space: Workspace | None = None) -> Tensor:
+        return torch.cat([self._known(some, space).norm_bounds(space) for some in self._slices()])
+
+    def exact(self, unit: Unit, space: Workspace) -> Exact:
+        def made(some: slice) -> Callable[[], Exact]:
+            return lambda: self._known(some, space).exact(unit, space)
+
+        return InParts([(some, made(some)) for some in self._slices()])
+
+    def _known(self, some: slice, space: Workspace | None) -> Outer:
+        """A part that knows its norms."""
+        part = self._make(some)
+        part._norms = self.own_norms(space)[some]
+        return part
 
     def weighted_sum(self, weights: Tensor, space: Workspace | None = None) -> Tensor:
         total = torch.zeros(self.shape, dtype=wide(self.dtype), device=self.device)

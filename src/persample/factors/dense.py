@@ -69,6 +69,9 @@ class Dense(Factor):
     def _compute_norms(self, space: Workspace) -> Tensor:
         return row_norms(self.value)
 
+    def rounding(self) -> Tensor:
+        return torch.zeros_like(self.own_norms())
+
     def weighted_sum(self, weights: Tensor, space: Workspace | None = None) -> Tensor:
         if self.dtype.is_complex:
             return super().weighted_sum(weights, space)
@@ -132,6 +135,9 @@ class Masked(Factor):
 
     def prefers_stack(self, reused: bool) -> bool:
         return False
+
+    def rounding(self) -> Tensor:
+        return torch.zeros_like(self.own_norms())
 
     def _per_sample(self, values: Tensor) -> Tensor:
         """(*shape) -> (B,): every sample's own elements summed."""

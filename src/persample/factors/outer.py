@@ -12,6 +12,7 @@ from torch import Tensor
 from ..kernels.gram import BLOCK
 from ..kernels.norms import row_norms, wide, widest
 from .base import Factor, Samples, Shape
+from .exact import Exact, Product, Unit, gram_bounds, norm_error, roundoff
 from .workspace import Workspace
 
 # What is written and read costs as much as so many multiplications of a matrix product: an element of two Gram
@@ -144,12 +145,25 @@ class Outer(Factor):
             return self.norms()
         return row_norms(self.left) * row_norms(self.right) * abs(self.scale)
 
+    def rounding(self) -> Tensor:
+        return roundoff(self.dtype, self.positions) * self.sizes()
+
+    def norm_bounds(self, space: Workspace | None = None) -> Tensor:
+        norms = self.own_norms(space)
+        if self.positions <= 1 or self.prefers_stack(False):
+            return norms * norm_error(self.dtype) + 2 * self.rounding()
+        terms = self.left.shape[-1] + self.right.shape[-1] + 4 * self.positions
+        return gram_bounds(norms, self.sizes(), terms, self.dtype)
+
+    def exact(self, unit: Unit, space: Workspace) -> Exact:
+        if self.dtype.is_complex:
+            return super().exact(unit, space)
+        sides, bounds = (self.left, self.right), self.norm_bounds(space)
+        return Product(sides, _summed, bounds, unit, space, scale=self.scale)
+
     def weighted_sum(self, weights: Tensor, space: Workspace | None = None) -> Tensor:
         """One product (weights · left)ᵀ @ right over all samples and positions."""
-        left, right = self._weighted(weights)
-        if self.left.ndim == 3:
-            return _all_positions(left, right)
-        return torch.einsum("b...tp,b...td->...pd", left, right)
+        return _summed(*self._weighted(weights))
 
     def sums_of_parts(self, count: int, weights: Tensor, space: Workspace) -> Sequence[Tensor]:
         """One batched product."""
@@ -207,6 +221,13 @@ class Outer(Factor):
         dtype = wide(self.dtype)
         left, right = self.left.to(dtype) @ left.to(dtype), self.right.to(dtype) @ right.to(dtype)
         return torch.bmm(left.mT, right).mul_(self.scale)
+
+
+def _summed(left: Tensor, right: Tensor) -> Tensor:
+    """Σ_bt left[b, ..., t] ⊗ right[b, ..., t]."""
+    if left.ndim == 3:
+        return _all_positions(left, right)
+    return torch.einsum("b...tp,b...td->...pd", left, right)
 
 
 def _all_positions(left: Tensor, right: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .base import Factor, Samples, Shape
+from .exact import Exact, Unit
 from .workspace import Workspace
 
 
@@ -98,6 +99,17 @@ class Part(Factor):
 
     def elements(self, start: int, stop: int) -> Tensor | None:
         return self.alone.elements(start, stop)
+
+    def rounding(self) -> Tensor:
+        return self.alone.rounding()
+
+    def norm_bounds(self, space: Workspace | None = None) -> Tensor:
+        self.alone._norms = self.own_norms(space)
+        return self.alone.norm_bounds(space)
+
+    def exact(self, unit: Unit, space: Workspace) -> Exact:
+        self.alone._norms = self.own_norms(space)
+        return self.alone.exact(unit, space)
 
     def weighted_sum(self, weights: Tensor, space: Workspace | None = None) -> Tensor:
         return self.alone.weighted_sum(weights, space)

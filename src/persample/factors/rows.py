@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..kernels.norms import row_norms, wide
 from .base import Factor, Samples, Shape, real_rows, squares
+from .exact import Exact, Listed, Unit, roundoff
 from .workspace import Workspace
 
 
@@ -99,6 +100,12 @@ class Rows(Factor):
     def sizes(self) -> Tensor:
         """Σ_t ‖dy_t‖."""
         return row_norms(self.dy.flatten(0, 1)).view(self.ids.shape).sum(1)
+
+    def rounding(self) -> Tensor:
+        return roundoff(self.dtype, self.positions) * self.sizes()
+
+    def exact(self, unit: Unit, space: Workspace) -> Exact:
+        return Listed(self.ids, self.dy, self.size, self.norm_bounds(space), self.sizes() * (1 + 2.0**-14), unit)
 
     def weighted_sum(self, weights: Tensor, space: Workspace | None = None) -> Tensor:
         dtype = wide(self.dtype)

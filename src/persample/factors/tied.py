@@ -33,6 +33,15 @@ def tied_norms(outer: Outer, rows: Rows, space: Workspace) -> tuple[Tensor, Tens
     return trusted_norms(squares, (outer.sizes() + rows.sizes()).square(), wide(outer.dtype), outer.dtype)
 
 
+def tied_bounds(norms: Tensor, outer: Outer, rows: Rows, space: Workspace | None) -> Tensor:
+    """(B,): at least the norms that `tied_norms` found."""
+    squares = norms.square()
+    for term in (outer, rows):
+        known = term.own_norms(space)
+        squares = squares + (term.norm_bounds(space).square() - known.square()) + known.square() * 2.0**-40
+    return squares.sqrt() + rows.rounding() + outer.rounding()
+
+
 def _inner(outer: Outer, rows: Rows, space: Workspace) -> Tensor:
     """(B,): Σ_tu left[b, t, ids[b, u]] · (right[b, t] · dy[b, u]), in float64."""
     dtype, T, U = widest(outer.device), outer.positions, rows.positions

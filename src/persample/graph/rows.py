@@ -85,7 +85,7 @@ class Alignment:
         shape = self._tape.shapes(node)[0]
         doubtful = {d for d in constant_dims(node, shape) if self._may_be(shape[d], batch)}
         doubtful |= {d for d in ask(node, _rows_of_saved) if shape[d] == batch}
-        if not doubtful or bool(ask(node, _only_counts)):
+        if not doubtful or bool(ask(node, only_counts)):
             return Below.WEIGHTS
         doubtful -= set(self._aligned(node, shape, False))
         doubtful -= set(self._aligned(node, shape, True)) - set(_row_dims(node, shape))
@@ -228,10 +228,19 @@ def constant_dims(node: Node, shape: Shape) -> list[int]:
     if name in CONVOLUTIONS:
         return [d for d in range(len(shape)) if d != 1]
     if name in READS:
-        return list(range(len(shape))) if name != "Expand" else []
+        return _dims_of_reads(node, name, shape)
     known = [tuple(saved.metadata(child)[nr].shape) for child, nr in node.next_functions if child is not None]
     lengths = [(1,) * (len(shape) - len(own)) + own for own in known]
     return [d for d, n in enumerate(shape) if not any(len(own) == len(shape) and own[d] == n for own in lengths)]
+
+
+def _dims_of_reads(node: Node, name: str, shape: Shape) -> list[int]:
+    """The dims that come from the indices by which something is read."""
+    if name == "Expand":
+        return []
+    if name == "IndexSelect":
+        return [saved.number(node, "dim") % len(shape)]
+    return list(range(len(shape) - 1 if name == "Embedding" else len(shape)))
 
 
 def _rows_of_saved(node: Node) -> tuple[int, ...]:
@@ -243,7 +252,7 @@ def _rows_of_saved(node: Node) -> tuple[int, ...]:
     return tuple([rank - t.ndim for t in rows])
 
 
-def _only_counts(node: Node) -> bool:
+def only_counts(node: Node) -> bool:
     """Are all constants integers that are no data?"""
     if saved.in_checkpoint(node):
         return False

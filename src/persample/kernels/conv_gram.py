@@ -19,7 +19,7 @@ from torch import Tensor
 
 from persample.kernels.conv_geometry import Geometry
 from persample.kernels.conv_kernels import fit, unfolded
-from persample.kernels.gram import ROWS, trusted_norms
+from persample.kernels.gram import ROWS, summed, trusted_norms
 from persample.kernels.norms import widest
 
 __all__ = ["pixel_gram_norms"]
@@ -45,7 +45,7 @@ def pixel_gram_norms(
         each = [gram.diagonal(0, 1, 2).clamp(min=least).sqrt() for gram in (left, right)]
         size += (each[0] * each[1]).sum(1)
         products = right.mul_(left)
-        squares += products[..., :here].sum((1, 2)) + 2 * products[..., here:].sum((1, 2))
+        squares += summed(products[..., :here]) + 2 * summed(products[..., here:])
     return trusted_norms(squares, size.square_(), x.dtype, dtype)
 
 

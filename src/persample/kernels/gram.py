@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .norms import widest
 
-__all__ = ["BLOCK", "ROWS", "gram_norms", "trusted_norms"]
+__all__ = ["BLOCK", "ROWS", "gram_norms", "summed", "trusted_norms"]
 
 BLOCK = 64  # rows of a Gram matrix at a time; what lies below its diagonal blocks is not computed
 ROWS = 128  # the same for pixels, in whole lines
@@ -54,10 +54,15 @@ def _block(left: Tensor, right: Tensor, start: int, memo: dict[str, Tensor] | No
     own = torch.stack([a.diagonal(0, 1, 2), b.diagonal(0, 1, 2)])
     sizes = torch.stack([own, own.clamp(min=least)]).sqrt_().prod(1).sum(2)
     products = b.mul_(a)
-    found = torch.cat([products[..., :rows].sum((1, 2)).unsqueeze(0), sizes]).to(widest(left.device))
+    found = torch.cat([summed(products[..., :rows]).unsqueeze(0), sizes.to(widest(left.device))])
     if products.shape[2] > rows:
-        found[0] += 2 * products[..., rows:].sum((1, 2))
+        found[0] += 2 * summed(products[..., rows:])
     return found
+
+
+def summed(products: Tensor) -> Tensor:
+    """(N, t, u) -> (N,) in float64: rows in their own precision, which is little rounding."""
+    return products.sum(2).sum(1, dtype=widest(products.device))
 
 
 def _inner_products(side: Tensor, start: int, memo: dict[str, Tensor] | None) -> Tensor:

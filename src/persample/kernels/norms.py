@@ -17,7 +17,7 @@ __all__ = ["row_norms", "wide", "widest"]
 
 _FEW = 2**17  # elements for which float64 takes less time than a look at what float32 made of them
 _SOME = 2**20  # elements for which it takes less than to look for the rows that need it
-_RUN = 2**12  # elements summed before float64 takes over
+_RUN = 2**9  # elements summed before float64 takes over
 _SMALL = {torch.float32: 1e-15, torch.float64: 1e-150}  # norms below may have lost squares to underflow
 
 

@@ -164,23 +164,40 @@ class ClippedSum(Reduction):
 
     def clip(self) -> tuple[Clipping, dict[str, Tensor]]:
         """How every sample was clipped, and the sums of this process for the parameters that its losses reach."""
-        groups, call = self._groups, self._groups.call
-        norms = self._norms.by_group(groups)
-        finite = _finite(list(norms.values()))
-        dropped = [] if finite is None else (~finite).nonzero().flatten().tolist()
-        if self.nonfinite == "raise":
-            self._raise_together(dropped)
-        kept = slice(None) if finite is None else finite.nonzero().squeeze(1)
-        weights: dict[Hashable, Tensor] = {}
-        for key, n in norms.items():
-            found = self._weigh(self._bounds.get(key), n[kept])
-            weights[key] = torch.zeros_like(n).index_copy(0, kept, found) if isinstance(kept, Tensor) else found
+        norms = self._norms.by_group(self._groups)
+        kept = self._kept(norms)
+        weights = {key: self._weigh(self._bounds.get(key), n[kept]) for key, n in norms.items()}
         sums: dict[str, Tensor] = {}
-        for key, names in groups.members.items():
-            sums.update(self._sums(names, weights[key], kept))
-        before, given = (groups.pack({k: t.to(call.dtype, copy=True) for k, t in w.items()}) for w in (norms, weights))
+        for key, names in self._groups.members.items():
+            sums.update(bounded_sums(self._take(names, kept), weights[key], self._groups.call.space))
+        return self._clipping(norms, weights, kept), sums
+
+    def _kept(self, norms: Mapping[Hashable, Tensor]) -> Samples:
+        """The samples whose gradients are finite: others raise, or are left out."""
+        finite = _finite(list(norms.values()))
+        self._dropped = [] if finite is None else (~finite).nonzero().flatten().tolist()
+        if self.nonfinite == "raise":
+            self._raise_together(self._dropped)
+        return slice(None) if finite is None else finite.nonzero().squeeze(1)
+
+    def _take(self, names: Sequence[str], kept: Samples) -> dict[str, Factor]:
+        """The factors of the samples that are kept; others are not multiplied by zero, which would not remove a NaN."""
+        factors = {name: self._factors.pop(name) for name in names if name in self._factors}
+        if isinstance(kept, Tensor):
+            for name in factors:
+                factors[name] = factors[name][kept.to(factors[name].device)]
+        return factors
+
+    def _clipping(
+        self, norms: Mapping[Hashable, Tensor], weights: Mapping[Hashable, Tensor], kept: Samples
+    ) -> Clipping:
+        """What became of all samples: those that are not kept have weight 0."""
+        groups, dtype = self._groups, self._groups.call.dtype
+        if isinstance(kept, Tensor):
+            weights = {key: torch.zeros_like(norms[key]).index_copy(0, kept, w) for key, w in weights.items()}
+        before, given = (groups.pack({k: t.to(dtype, copy=True) for k, t in w.items()}) for w in (norms, weights))
         most = self.sensitivity if self.weights is not None else math.hypot(*self._bounds.values())
-        return Clipping(before, given, dropped, most), sums
+        return Clipping(before, given, self._dropped, most)
 
     def _raise_together(self, dropped: list[int]) -> None:
         """An error on all ranks, if on one: the others would wait for its sums."""
@@ -188,15 +205,6 @@ class ClippedSum(Reduction):
         elsewhere = 0 if call.ranks is None else call.ranks.count([len(dropped)], call.device)[0] - len(dropped)
         if dropped or elsewhere:
             raise NonFiniteError(dropped, call.batch, elsewhere)
-
-    def _sums(self, names: Sequence[str], weights: Tensor, kept: Samples) -> dict[str, Tensor]:
-        """Over the samples that are kept; the others are not multiplied by zero, which would not remove a NaN."""
-        factors = {name: self._factors.pop(name) for name in names if name in self._factors}
-        if isinstance(kept, Tensor):
-            weights = weights[kept]
-            for name in factors:
-                factors[name] = factors[name][kept.to(factors[name].device)]
-        return bounded_sums(factors, weights, self._groups.call.space)
 
     def weigh(self, norms: Tensor) -> Tensor:
         """(B,): the weights of samples with such finite norms, for a sum that is made in some other way.

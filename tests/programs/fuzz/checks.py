@@ -62,7 +62,8 @@ def rounding(make: Make, want: list[Tensor]) -> list[Tensor]:
     finally:
         NOISE.clear()
         torch.set_default_dtype(dtype)
-    worst = torch.zeros(len(want[0]), dtype=torch.float64)
+    least = torch.finfo(dtype).eps / 8 if dtype != torch.float64 else 0.0  # terms of about 1 may have cancelled
+    worst = torch.full((len(want[0]),), least, dtype=torch.float64)
     for other in moved:
         for g, e in zip(want, other, strict=True):
             if g.numel():
@@ -250,6 +251,8 @@ def check_call(losses: Tensor, params: list[Tensor], want: list[Tensor], slack: 
         return
     try:
         rows_of_module = rows(module(*module.data), list(module.parameters()))
+        module(*module.data).sum().backward()
+        module.zero_grad()
     except Exception:  # PyTorch's own
         return
     ps.call_for_per_sample_grads(module)(*module.data).sum().backward()
