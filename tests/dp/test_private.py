@@ -191,6 +191,15 @@ def early_of(trained: dp.Private, model: nn.Module) -> Tensor:
     return losses
 
 
+def test_losses_of_another_model() -> None:
+    trained = private()
+    before = flat(trained._model)
+    batch = first(trained)
+    with pytest.raises(dp.PrivacyError, match="depend on none of the trainable parameters: .* not with a copy of it"):
+        trained.step(losses_of(copy.deepcopy(trained._model), batch))
+    assert unmoved(trained, before)
+
+
 def test_a_batch_without_a_step() -> None:
     trained = private()
     before = flat(trained._model)

@@ -25,6 +25,12 @@ def of_tensors(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return {name: read[name] for name in tensors}
 
 
+def alike(params: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """What has to be the same in all processes: parameters, where each has the whole of them, and settings."""
+    whole = {f"parameter {name!r}": p for name, p in params.items() if not is_sharded(p)}
+    return {**of_tensors(whole), **of_settings(optimizer)}
+
+
 def of_settings(optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """One for each of the numbers in an optimizer's groups, such as learning rates."""
     found = {}

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from ..api import check_losses
-from ..distributed import is_sharded
 from ..reductions import ClippedSum
 from ..reductions.exact import ExactClippedSum
 from .binding import Binding, is_older, mark, trainable
 from .clips import Clip, clipper
 from .errors import PrivacyError
-from .fingerprints import of_settings, of_tensors
+from .fingerprints import alike
 from .gradients import Gradients
 from .guard import Guard
 from .ledger import Ledger
@@ -227,7 +226,7 @@ class Private:
 
         ``p.grad`` is overwritten, and only if the record returned says ``updated``.
         """
-        with self._team.together(self._alike):
+        with self._team.together(lambda: alike(self._binding.params, self._optimizer)):
             return self._backward(losses)
 
     def _backward(self, losses: Tensor) -> Step:
@@ -258,12 +257,13 @@ class Private:
         if padding and not self._team.lockstep:
             return 0.0, 0
         found = self._team.clipped(losses, self._binding.params, self._exactly(padding))
-        return self._sums.add(found, self._clipper.count(found.asked)), len(found.clipping.dropped)
-
-    def _alike(self) -> dict[str, int]:
-        """What has to be the same in all processes."""
-        whole = {f"parameter {name!r}": p for name, p in self._binding.params.items() if not is_sharded(p)}
-        return {**of_tensors(whole), **of_settings(self._optimizer)}
+        clipped, dropped = self._sums.add(found, self._clipper.count(found.asked)), len(found.clipping.dropped)
+        if self._sums.are_empty:
+            raise PrivacyError(
+                "the losses depend on none of the trainable parameters: compute them with the model that dp.Private "
+                "was given, not with a copy of it, or the step would be of noise alone"
+            )
+        return clipped, dropped
 
     def _exactly(self, padding: int = 0) -> ExactClippedSum:
         """This step's clipped sum, for as many samples as a batch may have."""
