@@ -195,7 +195,7 @@ def test_losses_of_another_model() -> None:
     trained = private()
     before = flat(trained._model)
     batch = first(trained)
-    with pytest.raises(dp.PrivacyError, match="depend on none of the trainable parameters: .* not with a copy of it"):
+    with pytest.raises(dp.PrivacyError, match=r"depend on none of the trainable parameters: .* not with a copy of it"):
         trained.step(losses_of(copy.deepcopy(trained._model), batch))
     assert unmoved(trained, before)
 
