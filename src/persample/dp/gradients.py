@@ -7,9 +7,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..distributed import is_sharded
 from .errors import PrivacyError
 
 _REMEDY = "Everything that trains the model belongs into the losses; for public data, use another optimizer"
@@ -23,9 +24,15 @@ class Gradients:
     """
 
     def __init__(
-        self, owner: object, optimizer: Optimizer, params: Mapping[str, Tensor], after_step: Callable[[], None]
+        self,
+        owner: object,
+        model: nn.Module,
+        optimizer: Optimizer,
+        params: Mapping[str, Tensor],
+        after_step: Callable[[], None],
     ) -> None:
-        self._names = {id(p): name for name, p in params.items()}
+        self._trained = {id(p): name for name, p in params.items()}
+        self._frozen = {id(p): name for name, p in model.named_parameters() if id(p) not in self._trained}
         self._added: dict[int, weakref.ref[Tensor]] = {}  # the gradients that a backward has added to
         self._since_batch: set[int] = set()
         self._in_step, self._tell = False, weakref.WeakMethod(after_step)
@@ -56,7 +63,7 @@ class Gradients:
     def _note(self, p: Tensor) -> None:
         if self._in_step:
             raise PrivacyError(
-                f"the closure of optimizer.step adds to the gradient of {self._names[id(p)]!r} without clipping or "
+                f"the closure of optimizer.step adds to the gradient of {self._trained[id(p)]!r} without clipping or "
                 f"noise: leave it out, private.backward has computed the gradients"
             )
         if p.grad is not None:
@@ -81,24 +88,32 @@ class Gradients:
     def _tainted(self, optimizer: Optimizer, among: Collection[int]) -> list[str]:
         """Parameters whose gradient is still the one that a backward has added to, and not zero."""
         return [
-            self._names[id(p)]
+            self._trained[id(p)]
             for p in _held(optimizer)
-            if id(p) in among and p.grad is not None and p.grad is self._added[id(p)]() and bool(p.grad.any())
+            if id(p) in among and id(p) in self._added and p.grad is self._added[id(p)]() and _says_something(p.grad)
         ]
 
     def _check_frozen(self, optimizer: Optimizer) -> None:
-        frozen = [p for p in _held(optimizer) if id(p) not in self._names]
-        stale = [p for p in frozen if p.grad is not None and bool(p.grad.any())]
+        frozen = [p for p in _held(optimizer) if id(p) not in self._trained]
+        stale = [self._frozen.get(id(p), tuple(p.shape)) for p in frozen if _says_something(p.grad)]
         if stale:
             raise PrivacyError(
-                f"frozen parameters of shapes {[tuple(p.shape) for p in stale]} have gradients, from an earlier "
-                f"backward, which the optimizer would apply without clipping or noise: call optimizer.zero_grad() "
-                f"before, or leave these parameters out of the optimizer"
+                f"the frozen parameters {stale} have gradients, from an earlier backward, which the optimizer would "
+                f"apply without clipping or noise: call optimizer.zero_grad() before, or leave these parameters out of "
+                f"the optimizer"
             )
 
 
 def _held(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _says_something(gradient: Tensor | None) -> bool:
+    """Whether it is there, and not zero in the part that this process has."""
+    if gradient is None:
+        return False
+    own = gradient.to_local() if is_sharded(gradient) else gradient  # type: ignore[attr-defined]
+    return bool((own.coalesce().values() if own.is_sparse else own).any())
 
 
 def _innermost(optimizer: Optimizer) -> Optimizer:

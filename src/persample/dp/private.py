@@ -92,7 +92,7 @@ class Private:
         self._ledger = Ledger(plan)
         self._guard = Guard(model, check_every if self._team.reruns else 0)
         self._steady = Steady(model)
-        self._gradients = Gradients(self, optimizer, params, after_step=self._after_step)
+        self._gradients = Gradients(self, model, optimizer, params, after_step=self._after_step)
         self._sums = Sums({name: self._team.own(p) for name, p in params.items()})
         self._part: Part | None = None  # yielded, and not stepped yet
         self._marked = 0
