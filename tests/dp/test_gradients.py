@@ -158,6 +158,19 @@ def test_sparse_gradients_of_another_backward() -> None:
     assert torch.equal(before, flat(model))
 
 
+def test_gradients_that_are_not_applied() -> None:
+    """Accumulation by hand: every release overwrites the one before."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    trained = private(model, optimizer=optimizer)
+    batches = iter(trained.batches(dataset()))
+    trained.backward(losses_of(model, next(batches)))
+    with pytest.warns(dp.PrivacyWarning, match="not applied, and are overwritten now; .* physical_batch_size="):
+        trained.backward(losses_of(model, next(batches)))
+    optimizer.step()
+    trained.backward(losses_of(model, next(batches)))
+
+
 def clip(model: nn.Module) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 

@@ -203,6 +203,7 @@ class Private:
 
     def _after_step(self) -> None:
         """If a batch waits, the optimizer has applied the gradients of the one before."""
+        self._steady.stepped()
         if self._part is not None:
             self._steady.watch()
 
@@ -289,6 +290,7 @@ class Private:
         if counted_in is not None:
             self._clipper.follow(released.pop())
         self._gradients.released()
+        self._steady.released()
         for p, total in zip(params.values(), released, strict=True):
             self._team.give(p, total.div_(self.plan.batch_size))
 
