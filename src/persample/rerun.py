@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -89,9 +89,8 @@ def _differences(call: Call, batch: int, dim: int, training: bool) -> Finding | 
         d for d in (_difference(full, some, first, batch), _difference(full, others, last, batch)) if d is not None
     ]
     changed = {name for name in buffers if not _close(buffers[name], other_buffers[name])}
-    if training:  # from the same start, the call has written what calls on fewer samples do not
-        steady = [name for name in call.after if name in buffers and _close(buffers[name], other_seed[name])]
-        changed.update(name for name in steady if not _close(buffers[name], call.after[name]))
+    if training:
+        changed.update(_written(call, buffers, other_seed))
     return Finding(max(found), tuple(sorted(changed))) if found else None
 
 
@@ -104,9 +103,23 @@ def _run(call: Call, batch: int, samples: Sequence[int], dim: int, seed: int) ->
         return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
     torch.manual_seed(seed)
-    buffers = {name: call.before.get(name, b).clone() for name, b in call.module.named_buffers()}
+    buffers = {name: _start(call, name, b).clone() for name, b in call.module.named_buffers()}
     output = torch.func.functional_call(call.module, buffers, tree_map(take, call.args), tree_map(take, call.kwargs))
     return [t for t in leaves(output) if isinstance(t, Tensor) and t.is_floating_point()], buffers
+
+
+def _written(call: Call, some: Mapping[str, Tensor], other_seed: Mapping[str, Tensor]) -> Iterator[str]:
+    """Buffers into which the call has written what calls on fewer samples do not, from the same start and any seed."""
+    for name, after in call.after.items():
+        comparable = name in some and after.shape == some[name].shape and _close(some[name], other_seed[name])
+        if comparable and not _close(some[name], after):
+            yield name
+
+
+def _start(call: Call, name: str, now: Tensor) -> Tensor:
+    """A buffer as the call has found it; or as it is now, if it has grown: a cache for longer inputs."""
+    before = call.before.get(name, now)
+    return before if before.shape == now.shape else now
 
 
 @contextmanager

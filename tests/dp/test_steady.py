@@ -129,8 +129,23 @@ class Counting(nn.Module):
         return self.linear(x)  # type: ignore[no-any-return]
 
 
-def test_buffers_that_do_not_take_up_data() -> None:
-    model = Counting()
+class Positions(nn.Module):
+    """Grows a table when inputs are longer than before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(1))
+        self.linear = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(self.table) < x.shape[1]:
+            self.table = torch.arange(x.shape[1]).sin()
+        return self.linear(x + self.table)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", [Counting, Positions])
+def test_buffers_that_do_not_take_up_data(kind: type[nn.Module]) -> None:
+    model = kind()
     trained = private(model, check_every=1)
     for batch in trained.batches(dataset()):
         model(batch[0])  # more calls than one
