@@ -46,7 +46,7 @@ class PrivateClassifier(L.LightningModule):
         for x, y in self.private.batches(self.data, steps=1, physical_batch_size=self.physical_batch_size):
             logits = self.model(x.to(self.device))
             self.private.backward(F.cross_entropy(logits, y.to(self.device), reduction="none"))
-        self.optimizers().step()  # nothing is left to do here after an empty batch
+        self.optimizers().step()
         self.optimizers().zero_grad()
         self.lr_schedulers().step()
 

@@ -70,7 +70,7 @@ class PrivateTrainer(Trainer):
         batches = self.private.batches(
             self.train_dataset, steps=1, physical_batch_size=self.physical_batch_size, collate_fn=self.data_collator
         )
-        for inputs in batches:  # the parts of one batch, or none
+        for inputs in batches:  # the parts of one batch
             with self.compute_loss_context_manager():
                 losses = self.compute_loss(model, self._prepare_inputs(inputs))
             self.private.backward(losses)  # the Trainer steps the optimizer

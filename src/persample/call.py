@@ -189,7 +189,7 @@ def _refuse_late_hooks(params: Mapping[str, Tensor]) -> None:
         if has_late_hooks(p):
             raise RuntimeError(
                 f"parameter {name!r} has hooks (register_post_accumulate_grad_hook), which would be called without a "
-                f"gradient: remove them, or use ps.backward, which accumulates one"
+                f"gradient: remove them (those of a dp.Private go with it), or use ps.backward, which accumulates one"
             )
 
 

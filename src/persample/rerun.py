@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,12 +21,14 @@ _COARSE = 5e-2
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a module, with the inputs it was given."""
+    """A call of a module, with the inputs it was given; and its buffers before and after, where they are known."""
 
     name: str
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    before: dict[str, Tensor] = field(default_factory=dict)
+    after: dict[str, Tensor] = field(default_factory=dict)
 
     def __str__(self) -> str:
         kind = type(self.module).__name__
@@ -65,7 +67,7 @@ def _compare_along(call: Call, batch: int, dim: int) -> Finding | None:
     for evaluating in (False, True):
         with _without_randomness(call.module, evaluating), torch.no_grad():
             try:
-                found = _differences(call, batch, dim)
+                found = _differences(call, batch, dim, not evaluating)
             except Exception:  # the module knows why it cannot be called with fewer samples; nothing is proven then
                 return None
         if found is not None:
@@ -73,12 +75,12 @@ def _compare_along(call: Call, batch: int, dim: int) -> Finding | None:
     return None
 
 
-def _differences(call: Call, batch: int, dim: int) -> Finding | None:
+def _differences(call: Call, batch: int, dim: int, training: bool) -> Finding | None:
     """None if outputs are random, or have no place for samples."""
     few = min(batch // 2, _FEW)
     first, last = list(range(few)), list(range(batch - few, batch))
     some, buffers = _run(call, batch, first, dim, seed=0)
-    again, _ = _run(call, batch, first, dim, seed=1)
+    again, other_seed = _run(call, batch, first, dim, seed=1)
     if not all(_close(a, b) for a, b in zip(some, again, strict=True)):
         return None
     others, other_buffers = _run(call, batch, last, dim, seed=0)
@@ -86,8 +88,10 @@ def _differences(call: Call, batch: int, dim: int) -> Finding | None:
     found = [
         d for d in (_difference(full, some, first, batch), _difference(full, others, last, batch)) if d is not None
     ]
-    changed = tuple(name for name in buffers if not _close(buffers[name], other_buffers[name]))
-    return Finding(max(found), changed) if found else None
+    changed = {name for name in buffers if not _close(buffers[name], other_buffers[name])}
+    if training:
+        changed.update(_written(call, buffers, other_seed))
+    return Finding(max(found), tuple(sorted(changed))) if found else None
 
 
 def _run(call: Call, batch: int, samples: Sequence[int], dim: int, seed: int) -> tuple[list[Tensor], dict[str, Tensor]]:
@@ -99,9 +103,23 @@ def _run(call: Call, batch: int, samples: Sequence[int], dim: int, seed: int) ->
         return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
     torch.manual_seed(seed)
-    buffers = {name: b.clone() for name, b in call.module.named_buffers()}
+    buffers = {name: _start(call, name, b).clone() for name, b in call.module.named_buffers()}
     output = torch.func.functional_call(call.module, buffers, tree_map(take, call.args), tree_map(take, call.kwargs))
     return [t for t in leaves(output) if isinstance(t, Tensor) and t.is_floating_point()], buffers
+
+
+def _written(call: Call, some: Mapping[str, Tensor], other_seed: Mapping[str, Tensor]) -> Iterator[str]:
+    """Buffers into which the call has written what calls on fewer samples do not, from the same start and any seed."""
+    for name, after in call.after.items():
+        comparable = name in some and after.shape == some[name].shape and _close(some[name], other_seed[name])
+        if comparable and not _close(some[name], after):
+            yield name
+
+
+def _start(call: Call, name: str, now: Tensor) -> Tensor:
+    """A buffer as the call has found it; or as it is now, if it has grown: a cache for longer inputs."""
+    before = call.before.get(name, now)
+    return before if before.shape == now.shape else now
 
 
 @contextmanager

@@ -35,6 +35,7 @@ def clips(model: nn.Module) -> dict[str, tuple[Any, float]]:
     }
 
 
+@pytest.mark.filterwarnings("ignore::persample.dp.PrivacyWarning")
 @pytest.mark.parametrize("name", list(clips(network())))
 @pytest.mark.parametrize("physical", [None, 7])
 def test_sums_are_the_reductions_and_noise_is_scaled_by_its_sensitivity(name: str, physical: int | None) -> None:

@@ -232,6 +232,7 @@ def test_adapters_in_the_trainer(tmp_path: Path) -> None:
 # Lightning
 
 
+@pytest.mark.filterwarnings("ignore::persample.dp.PrivacyWarning")
 @pytest.mark.parametrize("make_plan", [plan, sparse_plan])
 def test_lightning_is_a_loop_of_private_steps(make_plan: Any) -> None:
     example = script("private_lightning")

@@ -58,16 +58,17 @@ def empty_batches(trained: dp.Private) -> int:
     return sum(not poisson(trained.plan, Seeded(0), step) for step in range(trained.plan.length))
 
 
-@pytest.mark.parametrize("physical", [None, 4, 1])
+@pytest.mark.parametrize(("batch_size", "physical"), [(12, None), (12, 4), (12, 1), (1, None), (1, 1)])
 @pytest.mark.parametrize("make", SCHEDULES.values(), ids=SCHEDULES)
-def test_schedules_step_at_logical_batches(make: Make, physical: int | None) -> None:
-    model, optimizer, trained = run(10, 12)
-    assert empty_batches(trained) == 0
-    rates, schedule = rates_of(optimizer), make(optimizer, 10)
+def test_schedules_step_at_logical_batches(make: Make, batch_size: int, physical: int | None) -> None:
+    """Of batches of one sample on average, a third is empty."""
+    model, optimizer, trained = run(30, batch_size)
+    assert (empty_batches(trained) > 4) == (batch_size == 1)
+    rates, schedule = rates_of(optimizer), make(optimizer, 30)
     for batch in trained.batches(dataset(), physical_batch_size=physical):
         if trained.step(losses_of(model, batch)).updated:
             schedule.step()
-    assert rates == pytest.approx(expected_rates(make, 10))
+    assert rates == pytest.approx(expected_rates(make, 30))
 
 
 @pytest.mark.parametrize("make", SCHEDULES.values(), ids=SCHEDULES)
@@ -103,22 +104,6 @@ def test_a_step_at_a_time_is_one_long_loop() -> None:
         for batch in short[2].batches(dataset(), steps=1):
             short[2].step(losses_of(short[0], batch))
     assert torch.equal(flat(long[0]), flat(short[0]))
-
-
-def test_records_say_how_many_steps_a_schedule_has_missed() -> None:
-    """``empty`` is for schedules that are stepped by hand in one loop."""
-    model, optimizer, trained = run(30, 1)
-    make = SCHEDULES["step"]
-    rates, schedule = rates_of(optimizer), make(optimizer, 30)
-    numbers = []
-    for batch in trained.batches(dataset()):
-        record = trained.step(losses_of(model, batch))
-        for _ in range(record.empty + 1):
-            schedule.step()
-        numbers.append(record.number)
-        assert schedule.last_epoch == record.number
-    assert len(rates) == 30
-    assert rates[-1] in expected_rates(make, 31)
 
 
 def test_a_schedule_by_a_metric_of_public_data() -> None:
@@ -179,7 +164,7 @@ def test_gradients_of_accumulated_parts_are_those_of_the_definition() -> None:
 
 
 def test_optimizers_stepped_by_the_loop() -> None:
-    """`backward` and ``optimizer.step()`` are `step`; for an empty batch there is nothing left to do."""
+    """`backward` and ``optimizer.step()`` are `step`, for empty batches, too."""
     by_step, by_loop = run(30, 1), run(30, 1)
     for batch in by_step[2].batches(dataset()):
         by_step[2].step(losses_of(by_step[0], batch))

@@ -191,6 +191,15 @@ def early_of(trained: dp.Private, model: nn.Module) -> Tensor:
     return losses
 
 
+def test_losses_of_another_model() -> None:
+    trained = private()
+    before = flat(trained._model)
+    batch = first(trained)
+    with pytest.raises(dp.PrivacyError, match=r"depend on none of the trainable parameters: .* not with a copy of it"):
+        trained.step(losses_of(copy.deepcopy(trained._model), batch))
+    assert unmoved(trained, before)
+
+
 def test_a_batch_without_a_step() -> None:
     trained = private()
     before = flat(trained._model)
@@ -303,11 +312,10 @@ def test_not_a_number() -> None:
 
 def test_infinite_losses_in_one_sample_leave_the_others() -> None:
     model, other = network(), network()
-    data = dataset()
     found = []
     for net, scale in ((model, float("inf")), (other, 0.0)):
         trained = private(net, plan(batch_size=60, steps=1), clip=ps.ClippedSum(0.3, nonfinite="drop"))
-        for batch in trained.batches(data):
+        for batch in trained.batches(dataset()):
             weights = torch.ones(60)
             weights[3] = scale
             found.append(trained.step(losses_of(net, batch) * weights))

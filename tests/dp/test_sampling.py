@@ -106,33 +106,6 @@ def test_only_the_last_part_updates() -> None:
     assert sum(r.size for r in records) == sum(sizes)
 
 
-def test_empty_batches_are_steps_of_noise() -> None:
-    """With a rate of 1 / 60 about a third of the batches is empty: nothing is yielded, and the model moves."""
-    model = network()
-    trained = private(model, plan(batch_size=1, steps=40))
-    empty = sum(not poisson(trained.plan, Seeded(0), step) for step in range(40))
-    assert 5 < empty < 25
-    records = []
-    for batch in trained.batches(dataset()):
-        assert len(batch[0])
-        records.append(trained.step(losses_of(model, batch)))
-    trailing = 40 - records[-1].number
-    assert len(records) == 40 - empty
-    assert trained.steps == 40
-    assert sum(r.empty for r in records) == empty - trailing
-
-
-def test_a_dataset_of_empty_batches_only() -> None:
-    model = network()
-    drawing = plan(examples=1000, batch_size=1, steps=1)
-    seed = next(seed for seed in range(100) if not poisson(drawing, Seeded(seed), 0))
-    trained = private(model, drawing, seed=seed)
-    before = flat(model)
-    assert list(trained.batches(range(1000))) == []
-    assert trained.steps == 1
-    assert not torch.equal(before, flat(model))
-
-
 def test_epochs_by_hand() -> None:
     """Several loops are one long loop."""
     once, often = network(), network()

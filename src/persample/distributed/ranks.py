@@ -53,6 +53,13 @@ class Ranks:
         dist.broadcast(line, group=self.group, group_src=0)
         return bytes(line.tolist())
 
+    def each(self, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
+        """Every rank's numbers, on all of them."""
+        empty = [0] * len(numbers)
+        lines = [list(numbers) if rank == self.rank else empty for rank in range(self.size)]
+        found = self.count([n for line in lines for n in line], device)
+        return [found[place : place + len(numbers)] for place in range(0, len(found), len(numbers))]
+
     def count(self, numbers: Sequence[int], device: torch.device) -> list[int]:
         """The sum over ranks of each number."""
         total = torch.tensor(numbers, dtype=torch.int64, device=device)

@@ -7,11 +7,22 @@
 """
 
 from .clips import AdaptiveClip
-from .errors import PrivacyError
+from .errors import PrivacyError, PrivacyWarning
 from .plan import Plan
 from .private import Private
 from .records import Spent, Step
 from .team import Team
 from .teams import Replicas, Shards
 
-__all__ = ["AdaptiveClip", "Plan", "PrivacyError", "Private", "Replicas", "Shards", "Spent", "Step", "Team"]
+__all__ = [
+    "AdaptiveClip",
+    "Plan",
+    "PrivacyError",
+    "PrivacyWarning",
+    "Private",
+    "Replicas",
+    "Shards",
+    "Spent",
+    "Step",
+    "Team",
+]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ..distributed import owners
 from ..graph.saved import born
@@ -58,6 +59,8 @@ def trainable(model: nn.Module) -> dict[str, Tensor]:
     if not params:
         raise ValueError("the model has no trainable parameters")
     for name, p in params.items():
+        if is_lazy(p):
+            raise ValueError(f"parameter {name!r} has no shape yet: call the model once with made-up data before")
         if p.dtype not in _PRECISE:
             raise ValueError(
                 f"parameter {name!r} is {p.dtype}: sums in it are too coarse for the sensitivity to hold. Keep "

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .._errors import InteractionError
@@ -65,7 +65,8 @@ class Guard:
         if found.buffers:
             raise PrivacyError(
                 f"{call} keeps what it has seen of the data in its buffers {', '.join(found.buffers)}, without noise: "
-                f"put it into eval mode, or use a layer without running statistics"
+                f"put it into eval mode, or use a layer without running statistics. What is set once, by the first "
+                f"batch, has to be set by made-up data before dp.Private is made"
             )
         if found.difference > tolerance(self._model):
             raise InteractionError(
@@ -101,10 +102,17 @@ class Guard:
     def _entering(self, name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
         def entering(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if not self._depth:
-                self._calls.append(Call(name, module, args, kwargs))
+                self._calls.append(Call(name, module, args, kwargs, before=_buffers(module)))
             self._depth += 1
 
         return entering
 
     def _leaving(self, *_: object) -> None:
         self._depth -= 1
+        if not self._depth:
+            call = self._calls[-1]
+            call.after.update(_buffers(call.module))
+
+
+def _buffers(module: nn.Module) -> dict[str, Tensor]:
+    return {name: b.detach().clone() for name, b in module.named_buffers()}

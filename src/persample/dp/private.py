@@ -16,17 +16,22 @@ from ..reductions.exact import ExactClippedSum
 from .binding import Binding, is_older, mark, trainable
 from .clips import Clip, clipper
 from .errors import PrivacyError
+from .fingerprints import alike
+from .gradients import Gradients
 from .guard import Guard
 from .ledger import Ledger
 from .noise import Scale, add_noise
 from .plan import Plan
 from .records import Spent, Step
+from .runs import RUNS, warn_of
 from .sampling import Part, Sampler, check_data, loader, most_samples
 from .sources import make_source
 from .state import Checkpoint, follow_journal, open_journal, read, write
+from .steady import Steady
 from .sums import Sums, Whole
 from .team import Team
 from .teams import team_of
+from .world import World
 
 
 class Private:
@@ -47,7 +52,8 @@ class Private:
     epsilon 2.716 at delta 0.001 after 20 steps
 
     Args:
-        model: its trainable parameters, in float32 or wider, are trained. It is not changed.
+        model: its trainable parameters, in float32 or wider, are trained. It is not changed; while the run lives, hooks
+            on these parameters tell of other backwards.
         optimizer: any of ``torch.optim`` (but LBFGS) that holds those parameters.
         plan: a `Plan`.
         clip: a ``ps.ClippedSum``, flat, per group or automatic, or an `AdaptiveClip`.
@@ -78,18 +84,20 @@ class Private:
             raise TypeError(f"plan must be a dp.Plan, not a {type(plan).__name__}")
         params = trainable(model)
         self._model, self._optimizer, self._plan = model, optimizer, plan
-        self._team = team_of(model) if team is None else team
+        self._team, self._world = team_of(model) if team is None else team, World(team is not None)
         self._clip = ClippedSum(1.0) if clip is None else clip
         self._clipper = clipper(self._clip, params, plan)
         self._binding = Binding(model, optimizer, self._clipper)
         self._source = make_source(secure, seed, self._team.agree)
         self._ledger = Ledger(plan)
         self._guard = Guard(model, check_every if self._team.reruns else 0)
+        self._steady = Steady(model)
+        self._gradients = Gradients(self, model, optimizer, params, after_step=self._after_step)
         self._sums = Sums({name: self._team.own(p) for name, p in params.items()})
         self._part: Part | None = None  # yielded, and not stepped yet
         self._marked = 0
+        self._warned = False  # of earlier runs
         self._calls = 0  # of batches()
-        self._empty = 0  # since the last record
         self.dropped = 0  # samples that were not finite, in all steps
         self._open(journal)
 
@@ -144,8 +152,8 @@ class Private:
     ) -> Iterator[Any]:
         """Batches of a map-style dataset, sampled as the plan says, until its steps are done.
 
-        `step` must follow each of them, but the last one before the loop is left. Batches vary in size; for an empty
-        one nothing is yielded, and the step, of noise alone, is made on the way to the next.
+        `step` must follow each of them, but the last one before the loop is left. Batches vary in size. In place of an
+        empty one the first example is yielded, and does not count: its step is of noise alone.
 
         Args:
             data: a dataset with a length, ``plan.examples``, and items by index.
@@ -156,10 +164,13 @@ class Private:
             num_workers: as for a ``DataLoader``.
             options: as for a ``DataLoader``.
         """
+        self._world.check()
         check_data(data, self.plan)
         for name, value in (("physical_batch_size", physical_batch_size), ("steps", steps)):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name} must be a positive integer, not {value!r}")
+        earlier = RUNS.enter(self._ledger, self._model, data)
+        self._warned = self._warned or warn_of(earlier, self._ledger)
         self._calls += 1
         self._part = None
         self._sums.clear()
@@ -171,13 +182,9 @@ class Private:
     def _go_through(self, loaded: Any, sampler: Sampler, call: int) -> Iterator[Any]:
         for batch in loaded:
             self._check_turn(call)
-            while not sampler.parts[0].size:
-                self._step_empty(sampler.parts.popleft())
             self._expect(sampler.parts.popleft())
             yield batch
         self._check_turn(call)
-        while sampler.parts:
-            self._step_empty(sampler.parts.popleft())
 
     def _check_turn(self, call: int) -> None:
         if call != self._calls:
@@ -190,7 +197,15 @@ class Private:
 
     def _expect(self, part: Part) -> None:
         self._part, self._marked = part, mark()
+        self._gradients.begin()
+        self._steady.watch()
         self._guard.watch(part.step)
+
+    def _after_step(self) -> None:
+        """If a batch waits, the optimizer has applied the gradients of the one before."""
+        self._steady.stepped()
+        if self._part is not None:
+            self._steady.watch()
 
     def step(self, losses: Tensor) -> Step:
         """Clip, sum and add noise, then ``optimizer.step()``; all of it accounted for before.
@@ -212,7 +227,7 @@ class Private:
 
         ``p.grad`` is overwritten, and only if the record returned says ``updated``.
         """
-        with self._team.together():
+        with self._team.together(lambda: alike(self._binding.params, self._optimizer)):
             return self._backward(losses)
 
     def _backward(self, losses: Tensor) -> Step:
@@ -226,24 +241,30 @@ class Private:
             )
         if is_older(losses, self._marked):
             raise PrivacyError("these losses were computed before the batch was drawn: compute them from the batch")
+        self._world.check()
         self._binding.check()
+        self._gradients.check(self._optimizer)
+        self._steady.check()
         self._guard.check(len(losses))
-        found = self._team.clipped(losses, self._binding.params, self._exactly(part.padding))
-        clipped, dropped = self._sums.add(found, self._clipper.count(found.asked)), len(found.clipping.dropped)
+        clipped, dropped = self._add(losses, part.padding)
         self._part = None
         self.dropped += dropped
         if part.last:
             self._release(part)
-        empty, self._empty = self._empty, 0
-        return Step(part.step + 1, part.last, part.size - part.padding, clipped, dropped, empty)
+        return Step(part.step + 1, part.last, part.size - part.padding, clipped, dropped)
 
-    def _step_empty(self, part: Part) -> None:
-        with self._team.together():
-            self._binding.check()
-            self._release(part)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        self._empty += 1
+    def _add(self, losses: Tensor, padding: int) -> tuple[float, int]:
+        """Clip and add up; the share of samples that were weighed down, and how many were left out as not finite."""
+        if padding and not self._team.lockstep:
+            return 0.0, 0
+        found = self._team.clipped(losses, self._binding.params, self._exactly(padding))
+        clipped, dropped = self._sums.add(found, self._clipper.count(found.asked)), len(found.clipping.dropped)
+        if self._sums.are_empty:
+            raise PrivacyError(
+                "the losses depend on none of the trainable parameters: compute them with the model that dp.Private "
+                "was given, not with a copy of it, or the step would be of noise alone"
+            )
+        return clipped, dropped
 
     def _exactly(self, padding: int = 0) -> ExactClippedSum:
         """This step's clipped sum, for as many samples as a batch may have."""
@@ -268,6 +289,8 @@ class Private:
         released = self._team.release(sums, noisy)
         if counted_in is not None:
             self._clipper.follow(released.pop())
+        self._gradients.released()
+        self._steady.released()
         for p, total in zip(params.values(), released, strict=True):
             self._team.give(p, total.div_(self.plan.batch_size))
 

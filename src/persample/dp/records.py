@@ -11,7 +11,7 @@ class Step:
 
     ``updated`` is False for all but the last part of a batch that is split by ``physical_batch_size``. ``size`` and
     ``clipped`` (the share of samples that were weighed down) are of this part, ``dropped`` counts its samples left out
-    as not finite. ``empty`` is the number of steps with pure noise, for empty batches, since the last record.
+    as not finite. ``size`` is 0 where a sample was run in place of none, which did not count.
     """
 
     number: int
@@ -19,7 +19,6 @@ class Step:
     size: int
     clipped: float
     dropped: int
-    empty: int
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ _OURS = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "in_o
 
 @dataclass(frozen=True)
 class Part:
-    """What is loaded at a time: a logical batch, or a part of it. Empty batches have one empty part."""
+    """What is loaded at a time: a logical batch, or a part of it."""
 
     step: int
     size: int
@@ -67,8 +67,6 @@ class Sampler:
                     f"does not happen by chance, so something is wrong with the random numbers"
                 )
             parts = self._team.parts(samples, self._physical)
-            if not parts:
-                self.parts.append(Part(step, 0, True, opens_pass))
             for place, (some, padding) in enumerate(parts):
                 self.parts.append(Part(step, len(some), place + 1 == len(parts), opens_pass, padding))
                 yield some

@@ -71,6 +71,11 @@ class Sums:
         weights = torch.stack([w.double() for w in listed(found.clipping.weights)])
         return float((weights < 1).any(0).double().mean()) if weights.shape[1] else 0.0
 
+    @property
+    def are_empty(self) -> bool:
+        """Whether no parameter was reached by any part so far."""
+        return not self._found
+
     def take(self, units: Mapping[str, Unit], counted_in: Unit | None) -> list[Whole]:
         """The sums in the parameters' order, and the count if the clip asks for one; zeros where nothing came."""
         wholes = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -14,6 +14,9 @@ from ..reductions.exact import ExactClippedSum, ExactSums
 from .sums import Clipped, Whole
 
 Parts = list[tuple[list[int], int]]
+Alike = Callable[[], Mapping[str, int]]  # numbers by name that must be the same in all processes
+
+_SHOWN = 0  # the index of what is run where there is no sample: a public choice
 
 
 class AddNoise(Protocol):
@@ -32,19 +35,25 @@ class Team:
     rank = 0
     size = 1
     reruns = True  # whether the model may be run again by this process alone
+    lockstep = False  # whether the processes make every backward together, for samples that do not count, too
 
     def agree(self, value: bytes) -> bytes:
         """The first process's value, in all of them: keys and nonces of random numbers."""
         return value
 
-    def together(self) -> AbstractContextManager[None]:
-        """Around what may fail in one process, while others wait for it in `release`."""
+    def together(self, alike: Alike) -> AbstractContextManager[None]:
+        """Around what may fail in one process, while others wait for it in `release`, which looks what is alike."""
         return nullcontext()
 
     def parts(self, samples: list[int], physical: int | None) -> Parts:
-        """Those of a batch's samples that this process takes, in parts; and how many at a part's end do not count."""
-        own = samples[self.rank :: self.size]
-        return [(part, 0) for part in split(own, physical)]
+        """Those of a batch's samples that this process takes, in parts; and how many at a part's end do not count.
+
+        All processes get equally many parts, and one at least, so that their loops make the same turns: where no sample
+        is left, there is one to run that does not count.
+        """
+        own = split(samples[self.rank :: self.size], physical)
+        turns = max(len(split(samples[:: self.size], physical)), 1)  # the first process's share is the largest
+        return [(part, 0) for part in own] + [([_SHOWN], 1)] * (turns - len(own))
 
     def own(self, p: Tensor) -> Tensor:
         """The part of a parameter that this process adds noise to."""

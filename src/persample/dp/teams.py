@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,8 +21,9 @@ from ..reductions import Clipping
 from ..reductions.exact import ExactClippedSum, ExactSums
 from .binding import trainable
 from .errors import PrivacyError
+from .fingerprints import summary
 from .sums import Clipped, Whole
-from .team import AddNoise, Parts, Team, split
+from .team import AddNoise, Alike, Team
 
 
 class Several(Team):
@@ -49,6 +51,36 @@ class Several(Team):
                 torch.cat(add_noise(totals, stream), out=noisy)
             dist.broadcast(noisy, group=self._ranks.group, group_src=0)
         return [part.view(whole.numbers.shape) for part, whole in zip(noisy.split(sizes), sums, strict=True)]
+
+    @contextmanager
+    def together(self, alike: Alike) -> Iterator[None]:
+        self._alike = alike
+        yield
+
+    def _meet(self, failed: bool = False) -> None:
+        """Wait for all, and hear whether one of them has failed, or is no longer what the others are."""
+        mine = {} if failed else dict(self._alike())
+        with self._all_there():
+            found = self._ranks.each([failed, summary(mine)], self._device)
+        failures = sum(one for one, _ in found)
+        if failures and not failed:
+            raise PrivacyError(
+                f"{failures} of {self.size} processes could not make this step, and say why themselves: nothing was "
+                f"released. The step counts as spent; resume from the last private.save"
+            )
+        if not failures and len({number for _, number in found}) > 1:
+            raise PrivacyError(
+                f"the processes have drifted apart, in {', '.join(self._different(mine))}: each would train a model of "
+                f"its own. Run the same loop in all of them: whatever follows a record of private.step (a schedule, a "
+                f"clipped or rescaled p.grad, optimizer.step) follows it everywhere. Resume from the last private.save"
+            )
+
+    def _different(self, mine: Mapping[str, int]) -> list[str]:
+        """The names of what is not the same in all processes, by those that the first one has."""
+        names = json.loads(self.agree(json.dumps(list(mine)).encode()))
+        with self._all_there():
+            found = self._ranks.each([mine.get(name, -1) for name in names], self._device)
+        return [name for name, *values in zip(names, *found, strict=True) if len(set(values)) > 1] or ["settings"]
 
     @contextmanager
     def _all_there(self) -> Iterator[None]:
@@ -85,24 +117,18 @@ class Replicas(Several):
             )
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        self._waited_for = True
+    def together(self, alike: Alike) -> Iterator[None]:
+        self._alike, self._waited_for = alike, True
         try:
             yield
         except Exception:
             if self._waited_for:
-                self._ranks.count([1], self._device)  # the others come to `release` and hear of it there
+                self._meet(failed=True)  # the others come to `release` and hear of it there
             raise
 
     def release(self, sums: Sequence[Whole], add_noise: AddNoise) -> list[Tensor]:
         self._waited_for = False
-        with self._all_there():
-            failed = self._ranks.count([0], self._device)[0]
-        if failed:
-            raise PrivacyError(
-                f"{failed} of {self.size} processes could not make this step, and say why themselves: nothing was "
-                f"released. The step counts as spent; resume from the last private.save"
-            )
+        self._meet()
         return self._noisy_total(sums, add_noise)
 
 
@@ -110,28 +136,20 @@ class Shards(Several):
     """Every process has a part of the model (FSDP2), and a share of each batch.
 
     Every process clips its own samples, with weights that are gathered for that; sums are added up one parameter after
-    another, and every process keeps its part of them and adds noise to it. All processes run the model equally often:
-    one that has no sample left in a part of a batch is given one to run, which does not count.
+    another, and every process keeps its part of them and adds noise to it. All processes run the model equally often,
+    those that have no sample left included.
 
     Args:
         model: a model sharded by ``fully_shard`` over one mesh of one dim, all trainable parameters included.
     """
 
-    reruns = False  # its processes would have to do so together
+    reruns, lockstep = False, True  # its processes gather the weights together
 
     def __init__(self, model: nn.Module) -> None:
         params = trainable(model)
         _check_shards(params)
         mesh = next(iter(params.values())).device_mesh  # type: ignore[attr-defined]
         super().__init__(model, mesh.get_group())
-
-    def parts(self, samples: list[int], physical: int | None) -> Parts:
-        shares = [split(samples[rank :: self.size], physical) for rank in range(self.size)]
-        found: Parts = []
-        for place in range(len(shares[0])):  # the first process's share is the largest
-            own = shares[self.rank][place] if place < len(shares[self.rank]) else []
-            found.append((own or samples[:1], 0 if own else 1))
-        return found
 
     def own(self, p: Tensor) -> Tensor:
         local: Tensor = p.detach().to_local()  # type: ignore[attr-defined]
@@ -153,6 +171,7 @@ class Shards(Several):
         return _Scattered(found, params, self._ranks)
 
     def release(self, sums: Sequence[Whole], add_noise: AddNoise) -> list[Tensor]:
+        self._meet()
         own = len(self._params)
         noisy = add_noise(sums[:own], self.rank)
         return [*noisy, *(self._noisy_total(sums[own:], add_noise, self.size) if sums[own:] else [])]
@@ -231,7 +250,7 @@ def _check_replicas(model: nn.Module) -> None:
         ):
             raise ValueError(
                 f"DistributedDataParallel{f' {name!r}' if name else ''} would send its buffers around at every forward "
-                f"pass, and processes that have no sample in a batch make none: wrap with broadcast_buffers=False"
+                f"pass, and each process runs the model again on samples of its own: wrap with broadcast_buffers=False"
             )
     sharded = [name for name, p in trainable(model).items() if is_sharded(p)]
     if sharded:

@@ -1,0 +1,71 @@
+"""Numbers that change when tensors or an optimizer's settings do, and are cheap to compare."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..distributed import is_sharded
+from ..graph.saved import version
+
+
+def of_tensors(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """One number for each, of the part that this process has."""
+    with torch.no_grad():
+        found = {name: _bits(t.detach()) for name, t in tensors.items()}
+    on: dict[torch.device, list[str]] = {}
+    for name, number in found.items():
+        on.setdefault(number.device, []).append(name)
+    lines = {device: torch.stack([found[name] for name in names]).tolist() for device, names in on.items()}
+    read = {name: number for device, names in on.items() for name, number in zip(names, lines[device], strict=True)}
+    return {name: read[name] for name in tensors}
+
+
+def alike(params: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """What has to be the same in all processes: parameters, where each has the whole of them, and settings."""
+    whole = {f"parameter {name!r}": p for name, p in params.items() if not is_sharded(p)}
+    return {**of_tensors(whole), **of_settings(optimizer)}
+
+
+def of_settings(optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """One for each of the numbers in an optimizer's groups, such as learning rates."""
+    found = {}
+    for place, group in enumerate(optimizer.param_groups):
+        for name, value in group.items():
+            if name != "params":
+                shown = value.tolist() if isinstance(value, Tensor) else value
+                found[f"{name} of group {place}"] = _short(repr(shown) if _is_plain(shown) else type(shown).__name__)
+    return found
+
+
+def summary(numbers: Mapping[str, int]) -> int:
+    """One for all of them."""
+    return _short(repr(sorted(numbers.items())))
+
+
+def _bits(t: Tensor) -> Tensor:
+    """The sum of the bit patterns, which wraps around: as fast as memory is read, in any order."""
+    if is_sharded(t):
+        t = t.to_local()  # type: ignore[attr-defined]
+    if type(t) is not Tensor:  # numbers that are packed in some other way: how often they were written
+        return torch.tensor(version(t))
+    if t.is_complex():
+        t = torch.view_as_real(t)
+    if t.element_size() < 4:
+        t = t.float()
+    whole = torch.int32 if t.element_size() == 4 else torch.int64
+    return t.view(whole).sum(dtype=whole).to(torch.int64)
+
+
+def _short(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))

@@ -1,0 +1,69 @@
+"""Which private runs there were in this process: their accounts do not add up by themselves."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from .errors import PrivacyWarning
+from .ledger import Ledger
+
+
+class Runs:
+    """Remembers, for as long as models and datasets live, which runs have trained the one on the other."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, dict[int, Ledger]] = {}  # by the ids of an object and of a ledger
+
+    def enter(self, ledger: Ledger, model: nn.Module, data: Any) -> list[Ledger]:
+        """Note a run, and find what others have spent: the furthest ledger of each run with the same model or data."""
+        found: dict[str, Ledger] = {}
+        for one in [*_trained(model), data]:
+            ledgers = self._ledgers(one)
+            for other in ledgers.values():
+                if other.run != ledger.run and other.steps > (found[other.run].steps if other.run in found else 0):
+                    found[other.run] = other
+            ledgers[id(ledger)] = ledger
+        return list(found.values())
+
+    def _ledgers(self, one: object) -> dict[int, Ledger]:
+        key = id(one)
+        if key not in self._of:
+            try:
+                weakref.finalize(one, self._of.pop, key, None)
+            except TypeError:  # a list, a range
+                return {}
+            self._of[key] = {}
+        return self._of[key]
+
+
+RUNS = Runs()
+
+
+def warn_of(earlier: list[Ledger], ledger: Ledger) -> bool:
+    """Say what the runs have spent together, by basic composition; whether there is anything to say."""
+    if not earlier or not ledger.plan.noise:
+        return False
+    epsilon = sum(one.spent() for one in earlier)
+    delta = sum(one.plan.delta for one in earlier)
+    runs = "an earlier run" if len(earlier) == 1 else f"{len(earlier)} earlier runs"
+    warnings.warn(
+        f"{runs} in this process had the same model or dataset, and spent epsilon {epsilon:.4g} at delta {delta:g}. "
+        f"This run counts itself alone; for examples that were in all of them, epsilon is up to "
+        f"{epsilon + ledger.plan.budget:.4g} at delta {delta + ledger.plan.delta:g}. To have one account, plan all "
+        f"steps together and go on with one dp.Private, or resume it from its file",
+        PrivacyWarning,
+        stacklevel=3,
+    )
+    return True
+
+
+def _trained(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules that hold trainable parameters: the same, whatever wraps the model."""
+    for module in model.modules():
+        if any(p.requires_grad for p in module.parameters(recurse=False)):
+            yield module

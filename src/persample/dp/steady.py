@@ -1,0 +1,62 @@
+"""Parameters that change between a batch and its step: by the data, then, and without noise."""
+
+from __future__ import annotations
+
+import warnings
+
+from torch import nn
+
+from ..distributed import owners
+from .errors import PrivacyError, PrivacyWarning
+from .fingerprints import of_tensors
+
+
+class Steady:
+    """Compares a model's parameters, frozen ones included, between a batch and its step.
+
+    Layers that initialise themselves from the first batch (ActNorm), embeddings that are renormalised when they are
+    looked up (``max_norm=``): such values come from single examples, and are published with the weights. Values are
+    compared, as not every way of writing leaves a trace. What is changed between a step and the next batch is the
+    user's own affair.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._before: dict[str, int] = {}
+        self._unapplied: dict[str, int] | None = None  # the parameters for which a gradient was released
+
+    def watch(self) -> None:
+        """From now on nothing may change."""
+        self._before = self._now()
+
+    def released(self) -> None:
+        """A gradient waits for the optimizer."""
+        self._unapplied = self._before
+
+    def stepped(self) -> None:
+        """The optimizer has applied it."""
+        self._unapplied = None
+
+    def check(self) -> None:
+        """Refuse, by name, what has changed; tell if nothing has since the last release, which is then lost."""
+        changed = [name for name, found in self._now().items() if self._before.get(name) != found]
+        if changed:
+            raise PrivacyError(
+                f"parameters {changed} were changed between the batch and private.step, not by the optimizer: by what "
+                f"the forward pass has seen of the data, without noise (layers that initialise themselves from the "
+                f"first batch, Embedding(max_norm=)). Initialise them with public or made-up data before dp.Private is "
+                f"made; change weights by hand after a step, and before the next batch"
+            )
+
+        if self._unapplied == self._before:
+            self._unapplied = None
+            warnings.warn(
+                "the gradients of the last private.backward were not applied, and are overwritten now; the step is "
+                "spent all the same. Call optimizer.step() after every record that says updated; where batches are too "
+                "large for memory, use physical_batch_size=, which adds up exactly",
+                PrivacyWarning,
+                stacklevel=4,
+            )
+
+    def _now(self) -> dict[str, int]:
+        return of_tensors(owners(dict(self._model.named_parameters())))
