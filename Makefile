@@ -12,7 +12,7 @@ BY_CPU := tests/kernels tests/factors tests/reductions tests/nn tests/benchmarks
 
 .DEFAULT_GOAL := help
 .PHONY: help demo fuzz test test-all test-torch lint docs dist clean
-.PHONY: bench bench-docs bench-expanded bench-monitor bench-pages bench-parts bench-peers bench-private bench-scaling
+.PHONY: bench bench-docs bench-expanded bench-monitor bench-pages bench-parts bench-peers bench-private bench-scaling bench-sensitivity
 
 help:
 	@echo "make demo      finds wrong labels, trains privately, checks itself; writes build/demo.html (a minute)"
@@ -25,6 +25,7 @@ help:
 	@echo "make bench-peers, bench-scaling   against Opacus, BackPACK, torch.func; how cost grows (10 minutes each)"
 	@echo "make bench-parts                  what the time of ps.norms is made of (2 minutes)"
 	@echo "make bench-docs                   these three, and the figures in docs/ made from them"
+	@echo "make bench-sensitivity            how far one sample moves a private sum, over its bound (3 minutes)"
 	@echo "make bench-monitor                what ps.Monitor adds to a training loop (5 minutes)"
 	@echo "make docs      the site of docs/, into build/site"
 	@echo "make dist      an sdist and a wheel"
@@ -95,6 +96,9 @@ bench-pages: $(PEERS_STAMP)
 
 bench-expanded: $(STAMP)
 	$(BIN)/python -m benchmarks.expanded
+
+bench-sensitivity: $(STAMP)
+	$(BIN)/python -m benchmarks.sensitivity
 
 # What ps.Monitor adds to a loop; the table goes into its page.
 bench-monitor: $(STAMP)

@@ -15,7 +15,7 @@ from .expanded.gate import Receiver
 from .expanded.inputs import batch_of
 from .expanded.module import record_call
 from .factors import Factor
-from .graph.saved import has_late_hooks, original_of
+from .graph.saved import late_hooks, original_of
 from .kernels.pages import fresh
 from .params import named
 from .reduce import check_reductions, start
@@ -186,10 +186,10 @@ def _check_clear(params: Iterable[tuple[str, Tensor]]) -> None:
 
 def _refuse_late_hooks(params: Mapping[str, Tensor]) -> None:
     for name, p in params.items():
-        if has_late_hooks(p):
+        if any(not getattr(hook, "needs_no_gradient", False) for hook in late_hooks(p)):
             raise RuntimeError(
                 f"parameter {name!r} has hooks (register_post_accumulate_grad_hook), which would be called without a "
-                f"gradient: remove them (those of a dp.Private go with it), or use ps.backward, which accumulates one"
+                f"gradient: remove them, or use ps.backward, which accumulates one"
             )
 
 

@@ -45,7 +45,7 @@ def test_all_make_the_same_step_if_there_is_no_noise(
         run.step()
     for name, after in run.model.named_parameters():
         mean = sum(scale * row[name] for scale, row in zip(scales, samples, strict=True)) / len(samples)
-        torch.testing.assert_close((task.params()[name] - after).detach(), mean, atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close((task.params()[name] - after).detach(), mean, atol=2e-5, rtol=1e-3)
     assert all(p.grad is None for p in task.model.parameters())
 
 

@@ -103,6 +103,8 @@ def forget_clipping(monkeypatch: pytest.MonkeyPatch) -> None:
 def forget_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everybody in every batch, though epsilon is for half of the steps."""
     monkeypatch.setattr(sampling, "poisson", lambda plan, source, step: list(range(plan.examples)))
+    for module in (sampling, private):
+        monkeypatch.setattr(module, "most_samples", lambda plan: plan.examples)  # which would be refused
 
 
 BROKEN = [

@@ -54,6 +54,14 @@ def outer(dtype: torch.dtype) -> Factor:
 
 
 @kind
+def one_sided(dtype: torch.dtype) -> Factor:
+    """Nothing on the right of some samples, and nothing on the left of others."""
+    left, right = r(B, 1, 4, dtype=dtype), r(B, 1, 6, dtype=dtype)
+    left[1::3], right[::3] = 0, 0
+    return Outer(left, right)
+
+
+@kind
 def positions(dtype: torch.dtype) -> Factor:
     return Outer(of_any_size(r(B, 9, 4, dtype=dtype)), of_any_size(r(B, 9, 6, dtype=dtype)))
 

@@ -70,6 +70,8 @@ class Gradients:
             self._added[id(p)] = weakref.ref(p.grad)
             self._since_batch.add(id(p))
 
+    _note.needs_no_gradient = True  # type: ignore[attr-defined]
+
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         tainted = self._tainted(optimizer, self._added)
         if tainted:

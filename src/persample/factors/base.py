@@ -228,9 +228,14 @@ class Factor(ABC):
         """(B,): how far rounding can carry a gradient that is written out away from what it is; at most."""
         return roundoff(self.dtype) * self.sizes()
 
+    @property
+    def stores_rounded(self) -> bool:
+        """Are gradients of half precision rounded when they are written out, or their norms found?"""
+        return True
+
     def norm_bounds(self, space: Workspace | None = None) -> Tensor:
         """(B,): at least the norms, of gradients as they are and as they are written out, whatever was rounded."""
-        return self.own_norms(space) * norm_error(self.dtype) + 2 * self.rounding()
+        return self.own_norms(space) * norm_error(self.dtype, stored=self.stores_rounded) + 2 * self.rounding()
 
     @property
     def rounds_written(self) -> bool:

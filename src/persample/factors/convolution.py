@@ -172,7 +172,7 @@ class Convolution(Factor):
         if choose_norms(*self._key) in ("stack", "positions"):
             return super().norm_bounds(space)
         terms = self.x.shape[2] * prod(self.size[2:]) + self.dy.shape[2] + 4 * self.positions
-        return gram_bounds(self.own_norms(space), self.sizes(), terms, self.dtype)
+        return gram_bounds(self.own_norms(space), self.sizes(), terms, self.dtype, stored=self.rounds_written)
 
     def exact(self, unit: Unit, space: Workspace) -> Exact:
         if self.rounds_written:

@@ -69,6 +69,10 @@ class Dense(Factor):
     def _compute_norms(self, space: Workspace) -> Tensor:
         return row_norms(self.value)
 
+    @property
+    def stores_rounded(self) -> bool:
+        return False
+
     def rounding(self) -> Tensor:
         return torch.zeros_like(self.own_norms())
 
@@ -134,6 +138,10 @@ class Masked(Factor):
             out += self.stack()
 
     def prefers_stack(self, reused: bool) -> bool:
+        return False
+
+    @property
+    def stores_rounded(self) -> bool:
         return False
 
     def rounding(self) -> Tensor:

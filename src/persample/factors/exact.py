@@ -102,15 +102,19 @@ def roundoff(dtype: torch.dtype, terms: int = 1) -> float:
     return (terms + 4) * each / (1 - (terms + 4) * each)
 
 
-def norm_error(dtype: torch.dtype) -> float:
-    """What a norm of gradients of that dtype has to be multiplied with to be at least as large as without rounding."""
-    half = torch.finfo(dtype).eps if wide(dtype) != dtype else 0.0
-    return 1 + 2 * (_WIDE_NORM if wide(dtype).to_real() == torch.float64 else _NORM) + 2 * half
+def norm_error(dtype: torch.dtype, *, stored: bool = True) -> float:
+    """What a norm of gradients of that dtype has to be multiplied with to be at least as large as without rounding.
+
+    ``stored``: were the gradients rounded to that dtype before?
+    """
+    half = torch.finfo(dtype).eps if wide(dtype) != dtype and stored else 0.0
+    return 1 + 2 * (_WIDE_NORM if wide(dtype).to_real() == torch.float64 else _NORM) + 0.51 * half
 
 
-def gram_bounds(norms: Tensor, sizes: Tensor, terms: int, dtype: torch.dtype) -> Tensor:
+def gram_bounds(norms: Tensor, sizes: Tensor, terms: int, dtype: torch.dtype, *, stored: bool) -> Tensor:
     """(B,): at least the norms that were found from Gram matrices, whose elements are sums of ``terms`` products."""
-    return (norms.square() + 2 * roundoff(dtype, terms) * sizes.square()).sqrt() * norm_error(dtype)
+    squares = norms.square() + 2 * roundoff(dtype, terms) * sizes.square()
+    return squares.sqrt() * norm_error(dtype, stored=stored)
 
 
 class Exact(ABC):
@@ -244,8 +248,8 @@ class Product(Exact):
         """What to multiply the sides with, and how large a sample's terms then are at most."""
         weights = weights.to(self._norms[0]) * self._scale
         ratio = self._norms[1].log2() - self._norms[0].log2() - weights.abs().log2()
-        power = ratio.div_(2).round_().exp2_()
         nothing = ~ratio.isfinite()  # where a side or a weight is zero
+        power = ratio.div(2).round_().exp2_()
         left = (weights * power / self._units[0]).masked_fill_(nothing, 0)
         right = (1 / (power * self._units[1])).masked_fill_(nothing, 0)
         terms = [n * s.abs() + rest for n, s, rest in zip(self._norms, (left, right), self._rests, strict=True)]

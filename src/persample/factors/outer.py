@@ -163,9 +163,10 @@ class Outer(Factor):
     def norm_bounds(self, space: Workspace | None = None) -> Tensor:
         norms = self.own_norms(space)
         if self.positions <= 1 or self.prefers_stack(False):
-            return norms * norm_error(self.dtype) + 2 * self.rounding()
+            stored = self.positions > 1 or self.rounds_written
+            return norms * norm_error(self.dtype, stored=stored) + 2 * self.rounding()
         terms = self.left.shape[-1] + self.right.shape[-1] + 4 * self.positions
-        return gram_bounds(norms, self.sizes(), terms, self.dtype)
+        return gram_bounds(norms, self.sizes(), terms, self.dtype, stored=self.rounds_written)
 
     def exact(self, unit: Unit, space: Workspace) -> Exact:
         if self.rounds_written:
