@@ -255,7 +255,7 @@ class Private:
 
     def _add(self, losses: Tensor, padding: int) -> tuple[float, int]:
         """Clip and add up; the share of samples that were weighed down, and how many were left out as not finite."""
-        if padding and not self._team.lockstep:
+        if padding == len(losses) and not self._team.lockstep:
             return 0.0, 0
         found = self._team.clipped(losses, self._binding.params, self._exactly(padding))
         clipped, dropped = self._sums.add(found, self._clipper.count(found.asked)), len(found.clipping.dropped)

@@ -65,7 +65,7 @@ class Sums:
         for name in self._params:
             part = found.take(name)
             if part is not None:
-                self._found[name] = part if name not in self._found else self._found[name].add_(part)
+                self._found[name] = part.contiguous() if name not in self._found else self._found[name].add_(part)
         if count is not None:
             self._count = count if self._count is None else self._count + count
         weights = torch.stack([w.double() for w in listed(found.clipping.weights)])

@@ -49,11 +49,13 @@ class Team:
         """Those of a batch's samples that this process takes, in parts; and how many at a part's end do not count.
 
         All processes get equally many parts, and one at least, so that their loops make the same turns: where no sample
-        is left, there is one to run that does not count.
+        is left, there is one to run that does not count. A sample that is left alone is run twice, and counts once.
         """
         own = split(samples[self.rank :: self.size], physical)
         turns = max(len(split(samples[:: self.size], physical)), 1)  # the first process's share is the largest
-        return [(part, 0) for part in own] + [([_SHOWN], 1)] * (turns - len(own))
+        alone = physical == 1  # always, or never: the gradient of a single sample is computed in another way
+        parts = [(part, 0) if len(part) > 1 or alone else (part * 2, 1) for part in own]
+        return parts + [([_SHOWN], 1)] * (turns - len(own))
 
     def own(self, p: Tensor) -> Tensor:
         """The part of a parameter that this process adds noise to."""

@@ -7,7 +7,7 @@ from .base import Factor
 from .combine import Sum, View, combine
 from .convolution import Convolution
 from .deferred import Deferred
-from .dense import Dense, Masked
+from .dense import Dense, Kept, Masked
 from .outer import Outer
 from .part import Part
 from .rows import Rows
@@ -19,6 +19,7 @@ __all__ = [
     "Deferred",
     "Dense",
     "Factor",
+    "Kept",
     "Masked",
     "Outer",
     "Part",

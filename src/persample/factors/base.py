@@ -146,6 +146,34 @@ class Factor(ABC):
     def _compute_norms(self, space: Workspace) -> Tensor:
         return torch.cat([row_norms(part) for _, part in self.stacks(space)])
 
+    def measure(self, space: Workspace) -> None:
+        """Find the norms in a way that depends on the shapes of one sample alone, and not on the batch.
+
+        They are those of gradients that are not rounded to half precision.
+        """
+        if self.knows_norms or not self.batch or not self.numel:
+            return
+        if self.rounds_written:
+            self._norms = torch.cat([row_norms(part) for _, part in self.wide_stacks(space)])
+        elif self[:0].widened().dtype != self.dtype:
+            each = 2 * self.nbytes // self.batch
+            parts = [self[some].widened() for some in space.chunks(self.batch, each)]
+            for part in parts:
+                part.measure(space)
+            self._norms = torch.cat([part.own_norms(space) for part in parts])
+
+    def widened(self) -> Factor:
+        """The same in float32, where it would be rounded to half precision when it is written out."""
+        return self
+
+    def wide_stacks(self, space: Workspace) -> Iterator[tuple[slice, Tensor]]:
+        """`stacks` that are not rounded to half precision."""
+        if wide(self.dtype) == self.dtype:
+            yield from self.stacks(space)
+            return
+        for some in space.chunks(self.batch, self.numel * wide(self.dtype).itemsize):
+            yield some, self[some].widened().stack()
+
     def share_norms(self, group: Sequence[Self], space: Workspace) -> None:
         """Let a ``group`` of kin to which this factor belongs know their norms."""
         whole, shape = self.together(group), (len(group), self.batch)
@@ -228,14 +256,10 @@ class Factor(ABC):
         """(B,): how far rounding can carry a gradient that is written out away from what it is; at most."""
         return roundoff(self.dtype) * self.sizes()
 
-    @property
-    def stores_rounded(self) -> bool:
-        """Are gradients of half precision rounded when they are written out, or their norms found?"""
-        return True
-
     def norm_bounds(self, space: Workspace | None = None) -> Tensor:
         """(B,): at least the norms, of gradients as they are and as they are written out, whatever was rounded."""
-        return self.own_norms(space) * norm_error(self.dtype, stored=self.stores_rounded) + 2 * self.rounding()
+        self.measure(space or Workspace())
+        return self.own_norms(space) * norm_error(self.dtype) + 2 * self.rounding()
 
     @property
     def rounds_written(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from ..kernels.norms import wide
 from .base import Factor, Samples, Shape, deliver
 from .deferred import Deferred
 from .dense import Dense
-from .exact import Exact, Several, Unit
+from .exact import Exact, Several, Unit, roundoff
 from .moves import AsComplex, Cast, Move, Reshape
 from .outer import Outer
 from .rows import Rows
@@ -84,6 +85,18 @@ class View(Factor):
     def norm_bounds(self, space: Workspace | None = None) -> Tensor:
         return self.base.norm_bounds(space) if self.move.keeps else super().norm_bounds(space)
 
+    def widened(self) -> Factor:
+        base = self.base.widened()
+        if base is self.base:
+            return self
+        return base if isinstance(self.move, Cast) else View(base, self._shape, self.move)
+
+    def measure(self, space: Workspace) -> None:
+        if self.move.keeps:
+            self.base.measure(space)
+        else:
+            super().measure(space)
+
     @property
     def rounds_written(self) -> bool:
         return not self.move.keeps or self.base.rounds_written
@@ -150,13 +163,18 @@ class Sum(Factor):
     def tensors(self) -> tuple[Tensor, ...]:
         return tuple(t for term in self.terms for t in term.tensors)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return reduce(torch.promote_types, [term.dtype for term in self.terms])
+
     def __getitem__(self, samples: Samples) -> Factor:
         return Sum([term[samples] for term in self.terms])
 
     def stack(self, out: Tensor | None = None) -> Tensor:
         total = self.terms[0].stack(out)
         if out is None and isinstance(self.terms[0], (Dense, View)):
-            total = total.clone()  # a dense term lends its own storage
+            total = total.to(self.dtype, copy=True)  # a dense term lends its own storage
+        total = total.to(self.dtype) if out is None else total
         for term in self.terms[1:]:
             term.add_to(total)
         return total
@@ -186,20 +204,22 @@ class Sum(Factor):
 
     def rounding(self) -> Tensor:
         terms = torch.stack([term.rounding() for term in self.terms]).sum(0)
-        half = wide(self.dtype) != self.dtype
-        added = torch.stack([term.norm_bounds() if half else term.sizes() for term in self.terms]).sum(0)
-        return terms + len(self.terms) * torch.finfo(self.dtype).eps * added
+        added = torch.stack([term.sizes() for term in self.terms]).sum(0)
+        return terms + roundoff(self.dtype, len(self.terms)) * added
 
     def norm_bounds(self, space: Workspace | None = None) -> Tensor:
         both = tied(self.terms)
         return super().norm_bounds(space) if both is None else tied_bounds(self.own_norms(space), *both, space)
 
+    def widened(self) -> Factor:
+        return Sum([term.widened() for term in self.terms])
+
     @property
     def rounds_written(self) -> bool:
-        return any(term.rounds_written for term in self.terms)
+        return tied(self.terms) is None and any(term.rounds_written for term in self.terms)
 
     def exact(self, unit: Unit, space: Workspace) -> Exact:
-        if self.rounds_written and tied(self.terms) is None:
+        if self.rounds_written:
             return super().exact(unit, space)
         return Several([term.exact(unit, space) for term in self.terms], self.norm_bounds(space))
 

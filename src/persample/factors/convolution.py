@@ -30,6 +30,7 @@ from .base import Factor, Samples, Shape, deliver
 from .exact import POSITIONS, Exact, Product, Unit, gram_bounds, roundoff
 from .workspace import Workspace
 
+_SOME_SAMPLES = 32  # for choices that must not depend on how many there are
 _TEMPORARIES = 3  # times a gradient: room for what a kernel writes beside it
 
 
@@ -60,6 +61,12 @@ class Convolution(Factor):
         if out is not None and (not out.is_contiguous() or out.dtype != self.dtype):
             return deliver(self.stack(), out)
         return weight_per_sample(self.x, self.dy, self.size, self.geometry, out=out)
+
+    def widened(self) -> Convolution:
+        dtype = wide(self.dtype)
+        if dtype == self.dtype:
+            return self
+        return Convolution(self.x.to(dtype), self.dy.to(dtype), self.size, self.geometry)
 
     def elements(self, start: int, stop: int) -> Tensor | None:
         if self.geometry.groups != 1 or self.geometry.transposed:
@@ -169,10 +176,23 @@ class Convolution(Factor):
         return roundoff(self.dtype, self.positions) * self.sizes()
 
     def norm_bounds(self, space: Workspace | None = None) -> Tensor:
-        if choose_norms(*self._key) in ("stack", "positions"):
+        if self.rounds_written or self._way in ("stack", "positions"):
             return super().norm_bounds(space)
+        self.measure(space or Workspace())
         terms = self.x.shape[2] * prod(self.size[2:]) + self.dy.shape[2] + 4 * self.positions
-        return gram_bounds(self.own_norms(space), self.sizes(), terms, self.dtype, stored=self.rounds_written)
+        return gram_bounds(self.own_norms(space), self.sizes(), terms, self.dtype)
+
+    def measure(self, space: Workspace) -> None:
+        if self.rounds_written or wide(self.dtype) != self.dtype:
+            super().measure(space)
+        elif not self.knows_norms and self.batch and self.numel:
+            self._norms = self.NORMS[self._way](self, space)
+
+    @property
+    def _way(self) -> str:
+        """The way to norms that would be chosen for one batch size, whatever this one's is."""
+        key: Key = (_SOME_SAMPLES, *self._key[1:])
+        return choose_norms(*key)
 
     def exact(self, unit: Unit, space: Workspace) -> Exact:
         if self.rounds_written:

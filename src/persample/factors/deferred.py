@@ -83,10 +83,15 @@ class Deferred(Factor):
     def sizes(self) -> Tensor:
         return torch.cat([part.sizes() for _, part in self._parts()])
 
+    def widened(self) -> Factor:
+        return self.whole().widened()
+
     def rounding(self) -> Tensor:
         return roundoff(self.dtype, self.positions) * self.sizes()
 
     def norm_bounds(self, space: Workspace | None = None) -> Tensor:
+        if self.rounds_written:
+            return super().norm_bounds(space)
         return torch.cat([self._known(some, space).norm_bounds(space) for some in self._slices()])
 
     @property
@@ -101,6 +106,7 @@ class Deferred(Factor):
 
     def _known(self, some: slice, space: Workspace | None) -> Outer:
         """A part that knows its norms."""
+        self.measure(space or Workspace())
         part = self._make(some)
         part._norms = self.own_norms(space)[some]
         return part

@@ -69,9 +69,8 @@ class Dense(Factor):
     def _compute_norms(self, space: Workspace) -> Tensor:
         return row_norms(self.value)
 
-    @property
-    def stores_rounded(self) -> bool:
-        return False
+    def measure(self, space: Workspace) -> None:
+        self.own_norms(space)
 
     def rounding(self) -> Tensor:
         return torch.zeros_like(self.own_norms())
@@ -89,6 +88,39 @@ class Dense(Factor):
         rows = real_rows(self.value).view(count, len(weights), self.numel)
         sums = weights.to(rows.dtype).expand(count, 1, len(weights)) @ rows
         return [total.clone() for total in sums.view(count, *self.shape)]
+
+
+class Kept(Dense):
+    """Gradients that were written out by another factor, with what rounding may have done to them: (B,)."""
+
+    __slots__ = ("slack",)
+
+    def __init__(self, value: Tensor, slack: Tensor) -> None:
+        super().__init__(value)
+        self.slack = slack
+
+    @classmethod
+    def of(cls, factor: Factor, out: Tensor, space: Workspace) -> Kept:
+        """Written into ``out``, in float32 or wider."""
+        if out.dtype == factor.dtype:
+            factor.stack(out)
+        else:
+            for some, part in factor.wide_stacks(space):
+                out[some] = part
+        return cls(out, factor.rounding())
+
+    def __getitem__(self, samples: Samples) -> Kept:
+        return Kept(self.value[samples], self.slack[samples])
+
+    @property
+    def kin(self) -> Hashable:
+        return Kept, *self.value.shape, self.dtype, self.device
+
+    def together(self, group: Sequence[Self]) -> Factor:
+        return Kept(torch.cat([f.value for f in group]), torch.cat([f.slack for f in group]))
+
+    def rounding(self) -> Tensor:
+        return self.slack
 
 
 class Masked(Factor):
@@ -140,9 +172,8 @@ class Masked(Factor):
     def prefers_stack(self, reused: bool) -> bool:
         return False
 
-    @property
-    def stores_rounded(self) -> bool:
-        return False
+    def measure(self, space: Workspace) -> None:
+        self.own_norms(space)
 
     def rounding(self) -> Tensor:
         return torch.zeros_like(self.own_norms())

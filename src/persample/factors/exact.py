@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..kernels.norms import wide, widest
+from ..kernels.norms import wide
 from .workspace import Workspace
 
 if TYPE_CHECKING:
@@ -89,6 +89,10 @@ class Limits:
         )
         return cls(bound, root, math.fsum(x.rest for x in every), size)
 
+    def times(self, weights: Tensor) -> Limits:
+        """The same of gradients that are weighted already."""
+        return Limits(self.bound * weights, self.root * weights.sqrt(), self.rest, self.size * weights)
+
     def weights(self, most: float) -> Tensor:
         """(B,): the largest weights with which no sample adds more than ``most``."""
         room = max(most * (1 - 2.0**-40) - self.rest, 0.0)
@@ -102,19 +106,15 @@ def roundoff(dtype: torch.dtype, terms: int = 1) -> float:
     return (terms + 4) * each / (1 - (terms + 4) * each)
 
 
-def norm_error(dtype: torch.dtype, *, stored: bool = True) -> float:
-    """What a norm of gradients of that dtype has to be multiplied with to be at least as large as without rounding.
-
-    ``stored``: were the gradients rounded to that dtype before?
-    """
-    half = torch.finfo(dtype).eps if wide(dtype) != dtype and stored else 0.0
-    return 1 + 2 * (_WIDE_NORM if wide(dtype).to_real() == torch.float64 else _NORM) + 0.51 * half
+def norm_error(dtype: torch.dtype) -> float:
+    """What a norm of gradients of that dtype has to be multiplied with to be at least as large as without rounding."""
+    return 1 + 2 * (_WIDE_NORM if wide(dtype).to_real() == torch.float64 else _NORM)
 
 
-def gram_bounds(norms: Tensor, sizes: Tensor, terms: int, dtype: torch.dtype, *, stored: bool) -> Tensor:
+def gram_bounds(norms: Tensor, sizes: Tensor, terms: int, dtype: torch.dtype) -> Tensor:
     """(B,): at least the norms that were found from Gram matrices, whose elements are sums of ``terms`` products."""
     squares = norms.square() + 2 * roundoff(dtype, terms) * sizes.square()
-    return squares.sqrt() * norm_error(dtype, stored=stored)
+    return squares.sqrt() * norm_error(dtype)
 
 
 class Exact(ABC):
@@ -145,7 +145,7 @@ class Written(Exact):
         found = torch.zeros(parts, math.prod(shape), dtype=self._unit.dtype, device=factor.device)
         each = factor.batch // parts
         if found.numel() and each:
-            for some, stack in factor.stacks(self._space):
+            for some, stack in factor.wide_stacks(self._space):
                 for start in range(some.start, some.stop, each - some.start % each):
                     stop = min(some.stop, (start // each + 1) * each)
                     here = slice(start - some.start, stop - some.start)
@@ -155,9 +155,9 @@ class Written(Exact):
 
 def _add(rows: Tensor, scales: Tensor, total: Tensor) -> None:
     """Add rows times scales, each element rounded."""
-    if rows.shape[1] >= _LONG_ROW and total.dtype == torch.float64:  # one after another, in the cache
-        dtype = _precision(rows, scales)
-        for row, scale in zip(rows, scales.tolist(), strict=True):
+    dtype = wide(rows.dtype)
+    if rows.shape[1] >= _LONG_ROW and total.dtype == torch.float64 and not _large(scales, dtype).numel():
+        for row, scale in zip(rows, scales.to(dtype).tolist(), strict=True):  # one after another, in the cache
             total += (row.to(dtype) * scale).round_()
         return
     for some in range(0, len(rows), _MANY_ROWS):
@@ -307,17 +307,21 @@ class InTurns(Exact):
 
 def rounded(rows: Tensor, scales: Tensor) -> Tensor:
     """(B, ...) times scales (B,), to the nearest whole numbers, in float32 or float64."""
-    dtype = _precision(rows, scales)
-    each = scales.to(rows.device, dtype).view(-1, *[1] * (rows.ndim - 1))
-    return (rows.to(dtype) * each).round_()
+    dtype, scales = wide(rows.dtype), scales.to(rows.device)
+    large = _large(scales, dtype)
+    each = scales.to(dtype).view(-1, *[1] * (rows.ndim - 1))
+    found = (rows.to(dtype) * each).round_()
+    if large.numel():  # these alone: how a sample's share is rounded must not depend on others
+        found = found.double()
+        found[large] = (rows[large].double() * scales[large].double().view(-1, *[1] * (rows.ndim - 1))).round_()
+    return found
 
 
-def _precision(rows: Tensor, scales: Tensor) -> torch.dtype:
-    """What to scale rows in: their own precision, unless a scale is not for float32."""
-    dtype, widest_ = wide(rows.dtype), widest(rows.device)
-    if dtype == widest_ or not len(scales) or float(scales.abs().amax()) < _IN_RANGE:
-        return dtype
-    return widest_
+def _large(scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """The samples whose scale is not for float32."""
+    if dtype == torch.float64:
+        return scales.new_empty(0, dtype=torch.long)
+    return (scales.abs() >= _IN_RANGE).nonzero().squeeze(1)
 
 
 def _real(stack: Tensor) -> Tensor:

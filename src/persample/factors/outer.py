@@ -12,7 +12,7 @@ from torch import Tensor
 from ..kernels.gram import BLOCK
 from ..kernels.norms import row_norms, wide, widest
 from .base import Factor, Samples, Shape
-from .exact import ELEMENTS, POSITIONS, Exact, Product, Unit, gram_bounds, norm_error, roundoff
+from .exact import ELEMENTS, POSITIONS, Exact, Product, Unit, gram_bounds, roundoff
 from .workspace import Workspace
 
 # What is written and read costs as much as so many multiplications of a matrix product: an element of two Gram
@@ -48,7 +48,14 @@ class Outer(Factor):
         return self.left, self.right
 
     def __getitem__(self, samples: Samples) -> Outer:
-        return Outer(self.left[samples], self.right[samples], self.scale)
+        return Outer(self.left[samples], self.right[samples], self.scale, None if self.memo is None else {})
+
+    def widened(self) -> Outer:
+        dtype = wide(self.dtype)
+        if dtype == self.dtype:
+            return self
+        memo = None if self.memo is None else dict[str, Tensor]()
+        return Outer(self.left.to(dtype), self.right.to(dtype), self.scale, memo)
 
     def t(self) -> Outer:
         """Every gradient transposed."""
@@ -161,12 +168,12 @@ class Outer(Factor):
         return roundoff(self.dtype, self.positions) * self.sizes()
 
     def norm_bounds(self, space: Workspace | None = None) -> Tensor:
+        if self.positions <= 1 or self.rounds_written or self.prefers_stack(False):
+            return super().norm_bounds(space)
+        self.measure(space or Workspace())
         norms = self.own_norms(space)
-        if self.positions <= 1 or self.prefers_stack(False):
-            stored = self.positions > 1 or self.rounds_written
-            return norms * norm_error(self.dtype, stored=stored) + 2 * self.rounding()
         terms = self.left.shape[-1] + self.right.shape[-1] + 4 * self.positions
-        return gram_bounds(norms, self.sizes(), terms, self.dtype, stored=self.rounds_written)
+        return gram_bounds(norms, self.sizes(), terms, self.dtype)
 
     def exact(self, unit: Unit, space: Workspace) -> Exact:
         if self.rounds_written:

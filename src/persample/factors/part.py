@@ -107,15 +107,25 @@ class Part(Factor):
         return self.alone.rounding()
 
     def norm_bounds(self, space: Workspace | None = None) -> Tensor:
-        self.alone._norms = self.own_norms(space)
+        self._measure_alone(space)
         return self.alone.norm_bounds(space)
+
+    def _measure_alone(self, space: Workspace | None) -> None:
+        self.measure(space or Workspace())
+        self.alone._norms = self.own_norms(space)
+
+    def widened(self) -> Factor:
+        return self.alone.widened()
+
+    def measure(self, space: Workspace) -> None:
+        self.whole.measure(space)
 
     @property
     def rounds_written(self) -> bool:
         return self.whole.rounds_written
 
     def exact(self, unit: Unit, space: Workspace) -> Exact:
-        self.alone._norms = self.own_norms(space)
+        self._measure_alone(space)
         return self.alone.exact(unit, space)
 
     def weighted_sum(self, weights: Tensor, space: Workspace | None = None) -> Tensor:

@@ -101,10 +101,6 @@ class Rows(Factor):
         """Σ_t ‖dy_t‖."""
         return row_norms(self.dy.flatten(0, 1)).view(self.ids.shape).sum(1)
 
-    @property
-    def stores_rounded(self) -> bool:
-        return False
-
     def rounding(self) -> Tensor:
         return roundoff(self.dtype, self.positions) * self.sizes()
 

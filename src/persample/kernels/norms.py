@@ -1,9 +1,9 @@
 """Euclidean norms that neither overflow, underflow nor drift.
 
 A float32 sum of squares is wrong in three ways: elements above 1.8e19 overflow, those below 1e-19 vanish, and sums of
-millions of terms lose digits. A few elements are summed in float64 right away. Of more, short runs are summed in the
+millions of terms lose digits. Short rows are summed in float64 right away. Of longer ones, short runs are summed in the
 tensor's own precision, the runs' norms in float64, and rows that came out as 0, inf or nan are looked at again: in
-float64, or scaled by their largest element.
+float64, or scaled by their largest element. How a row is summed depends on its own length and numbers alone.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from torch import Tensor
 
 __all__ = ["row_norms", "wide", "widest"]
 
-_FEW = 2**17  # elements for which float64 takes less time than a look at what float32 made of them
-_SOME = 2**20  # elements for which it takes less than to look for the rows that need it
 _RUN = 2**9  # elements summed before float64 takes over
 _SMALL = {torch.float32: 1e-15, torch.float64: 1e-150}  # norms below may have lost squares to underflow
 
@@ -40,16 +38,13 @@ def row_norms(rows: Tensor) -> Tensor:
     if not rows.numel():
         return torch.zeros(rows.shape[0], dtype=widest(rows.device), device=rows.device)
     flat = (torch.view_as_real(rows.resolve_conj()) if rows.is_complex() else rows).reshape(rows.shape[0], -1)
-    dtype, size = widest(flat.device), flat.numel()
-    holds = wide(flat.dtype) != dtype  # no square is then too large or too small for the wider one
-    if holds and size <= _FEW:
+    dtype = widest(flat.device)
+    if flat.shape[1] <= _RUN and wide(flat.dtype) != dtype:  # no square is too large or too small for the wider one
         return _norm(flat, dtype)
     norms, small = _summed(flat), _SMALL[wide(flat.dtype)]
     low, high = torch.aminmax(norms)
     if low.item() > small and high.item() < inf:  # neither is true of NaN
         return norms
-    if holds and size <= _SOME:
-        return _norm(flat, dtype)
     odd = (~((norms > small) & norms.isfinite())).nonzero().squeeze(1)
     rows = flat.index_select(0, odd)
     return norms.index_copy(0, odd, _scaled(rows) if wide(rows.dtype) == norms.dtype else _norm(rows, norms.dtype))

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ..factors import Dense, Factor, Masked, Part, family
+from ..factors import Dense, Factor, Kept, Masked, Part, family
+from ..factors.base import Samples
 from ..factors.exact import Exact, Limits, Unit
+from ..kernels.norms import wide
 from ..kernels.pages import recycled
 from .base import Call
 from .clipping import ClippedSum, Clipping
@@ -99,30 +101,57 @@ class ExactClippedSum(ClippedSum):
 
     def _settled(self, factor: Factor) -> Factor:
         """What will be written out to be rounded is written out once, and kept, as far as memory allows."""
-        if isinstance(factor, (Dense, Masked)) or not factor.rounds_written:
-            return factor
-        size = factor.stack_bytes
-        if size > factor.nbytes:
-            if self._written + size > self._groups.call.space.limit:
-                return factor
-            self._written += size
-        return Dense(factor.stack(recycled((factor.batch, *factor.shape), factor.dtype, factor.device)))
+        space = self._groups.call.space
+        if factor.rounds_written and not isinstance(factor, (Dense, Masked)):
+            size = factor.batch * factor.numel * wide(factor.dtype).itemsize
+            kept = 0 if size <= factor.nbytes else size
+            if self._written + kept <= space.limit:
+                self._written += kept
+                out = recycled((factor.batch, *factor.shape), wide(factor.dtype), factor.device)
+                factor = Kept.of(factor, out, space)
+        factor.measured.measure(space)
+        return factor
 
     def result(self) -> ExactSums:
         norms = self._norms.by_group(self._groups)
         kept = self._kept(norms)
-        asked: dict[Hashable, Tensor] = {}
-        weights: dict[Hashable, Tensor] = {}
+        asked = {key: self._weigh(self._bounds.get(key), n[kept]) for key, n in norms.items()}
+        found = {
+            key: [self._shares(few, whole) for few, whole in _families(self._measured(names, kept))]
+            for key, names in self._groups.members.items()
+        }
+        weights = self._within(asked, {key: _limits(each) for key, each in found.items() if each})
         shares: dict[str, Shares] = {}
-        for key, names in self._groups.members.items():
-            found = [self._shares(few, whole) for few, whole in _families(self._take(names, kept))]
-            asked[key] = self._weigh(self._bounds.get(key), norms[key][kept])
-            weights[key] = _within(asked[key], found, self._most(key))
-            for each in found:
+        for key, every in found.items():
+            for each in every:
                 each.weights = weights[key]
                 shares.update(dict.fromkeys(each.names, each))
         done, wanted = (self._clipping(norms, given, kept) for given in (weights, asked))
         return ExactSums(done, wanted, self.units, shares)
+
+    def _measured(self, names: Sequence[str], kept: Samples) -> dict[str, Factor]:
+        """The factors of the samples that are kept, with the norms that are known of them."""
+        known = {name: self._factors[name].measured.own_norms() for name in names if name in self._factors}
+        found = self._take(names, kept)
+        if isinstance(kept, Tensor):
+            for name, factor in found.items():
+                factor.measured._norms = known[name][kept.to(factor.device)]
+        return found
+
+    def _within(self, asked: Mapping[Hashable, Tensor], limits: Mapping[Hashable, Limits]) -> dict[Hashable, Tensor]:
+        """The weights, or as much less as it takes for no sample to add more than its bound, in every group.
+
+        What was stated for weights of their own is for all groups together.
+        """
+        weights = dict(asked)
+        if self._stated is not None and limits:
+            share = Limits.together([(x.times(asked[key].abs()), 1) for key, x in limits.items()])
+            less = share.weights(self._stated).clamp(max=1)
+            return {key: w * less for key, w in weights.items()}
+        for key, x in limits.items():
+            cap = x.weights(self._bounds[key])
+            weights[key] = torch.where(asked[key].abs() <= cap, asked[key], cap)
+        return weights
 
     def _shares(self, names: Sequence[str], factor: Factor) -> Shares:
         return Shares(names, factor.exact(self.units[names[0]], self._groups.call.space))
@@ -142,9 +171,5 @@ def _families(factors: Mapping[str, Factor]) -> Iterator[tuple[list[str], Factor
             yield names, whole
 
 
-def _within(weights: Tensor, shares: Sequence[Shares], most: float) -> Tensor:
-    """The weights, or as much less as it takes for no sample to add more than ``most``."""
-    if not shares:
-        return weights
-    cap = Limits.together([(each.exact.limits, len(each.names)) for each in shares]).weights(most)
-    return torch.where(weights.abs() <= cap, weights, cap.copysign(weights))
+def _limits(shares: Sequence[Shares]) -> Limits:
+    return Limits.together([(each.exact.limits, len(each.names)) for each in shares])
