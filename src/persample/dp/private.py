@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from os import PathLike
 from typing import Any
 
@@ -20,6 +20,7 @@ from .ledger import Ledger
 from .noise import Scale, add_noise
 from .plan import Plan
 from .records import Spent, Step
+from .releases import Copied, Releases
 from .sampling import Part, Sampler, check_data, loader
 from .sources import make_source
 from .state import Checkpoint, follow_journal, open_journal, read, write
@@ -39,7 +40,7 @@ class Private:
     >>> model = torch.nn.Linear(5, 3)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> plan = dp.Plan(examples=100, batch_size=10, epochs=2, noise_multiplier=1.0, delta=1e-3, accountant="rdp")
-    >>> private = dp.Private(model, optimizer, plan, clip=ps.ClippedSum(1.0), seed=0)
+    >>> private = dp.Private(model, optimizer, plan, clip=ps.ClippedSum(1.0))
     >>> for x, y in private.batches(data):
     ...     step = private.step(F.cross_entropy(model(x), y, reduction="none"))
     >>> print(private.spent())
@@ -51,11 +52,12 @@ class Private:
         plan: a `Plan`.
         clip: a ``ps.ClippedSum``, flat, per group or automatic, or an `AdaptiveClip`.
         secure: draw samples and noise from the operating system's generator.
-        seed: make samples and noise reproducible; then they are as secret as the seed.
+        seed: for tests: draw the same samples and noise in every run that is set up alike, whatever its data; then they
+            are as secret as the seed, and the difference of two such runs has no noise.
         check_every: after the first two steps, how often to re-run sub-batches in search of samples that interact;
             0 for never.
         journal: a file to which every step is written before it is released. If it exists, the run goes on: what it
-            counts is spent.
+            counts is spent. One run keeps it at a time.
         team: the processes that train together. By default all of ``torch.distributed``'s default group, if it is
             initialised: `Shards` for a model of FSDP2, else `Replicas`; and one alone if not (``dp.Team()``).
     """
@@ -81,8 +83,8 @@ class Private:
         self._clip = ClippedSum(1.0) if clip is None else clip
         self._clipper = clipper(self._clip, params, plan)
         self._binding = Binding(model, optimizer, self._clipper)
-        self._source = make_source(secure, seed, self._team.agree)
-        self._ledger = Ledger(plan)
+        self._source = make_source(secure, seed, self._team.agree, self._binding.setup(plan))
+        self._ledger, self._releases = Ledger(plan), Releases()
         self._guard = Guard(model, check_every if self._team.reruns else 0)
         self._sums = Sums(params)
         self._part: Part | None = None  # yielded, and not stepped yet
@@ -93,19 +95,20 @@ class Private:
         self._open(journal)
 
     def _open(self, journal: str | PathLike[str] | None) -> None:
-        """The first process keeps the journal, and tells the others what it says."""
-        ledger, went_on = self._ledger, False
-        if journal is not None and self._team.rank == 0:
-            went_on = open_journal(ledger, journal)
-        if self._tell_accounts(went_on):
+        ledger = self._ledger
+        if self._keep_books(lambda: journal is not None and open_journal(ledger, journal)):
             self._renew()
 
-    def _tell_accounts(self, went_on: bool) -> bool:
-        """The first process's accounts, in all of them."""
+    def _keep_books(self, open_: Callable[[], object]) -> object:
+        """The first process opens the journal and keeps it, and tells the others what it says."""
         ledger = self._ledger
-        told = self._team.agree(json.dumps([went_on, ledger.run, ledger.steps, ledger.passes]).encode())
-        went_on, ledger.run, ledger.steps, ledger.passes = json.loads(told)
-        return went_on
+        told = self._team.by_first(lambda: [open_(), ledger.run, ledger.steps, ledger.passes])
+        found, ledger.run, ledger.steps, ledger.passes = told
+        return found
+
+    def __reduce_ex__(self, _: object) -> tuple[type, tuple[()]]:
+        """Copies and pickles hold no more than a word about it: a run is one."""
+        return Copied, ()
 
     @property
     def plan(self) -> Plan:
@@ -155,6 +158,7 @@ class Private:
             num_workers: as for a ``DataLoader``.
             options: as for a ``DataLoader``.
         """
+        self._releases.check()
         check_data(data, self.plan)
         for name, value in (("physical_batch_size", physical_batch_size), ("steps", steps)):
             if value is not None and (not isinstance(value, int) or value < 1):
@@ -179,6 +183,7 @@ class Private:
             self._step_empty(sampler.parts.popleft())
 
     def _check_turn(self, call: int) -> None:
+        self._releases.check()
         if call != self._calls:
             raise PrivacyError("batches was called again since: the earlier loop cannot go on")
         if self._part is not None:
@@ -211,10 +216,22 @@ class Private:
 
         ``p.grad`` is overwritten, and only if the record returned says ``updated``.
         """
-        with self._team.together():
+        with self._together():
             return self._backward(losses)
 
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """An error in one process is one in all of them: others may have counted the step."""
+        try:
+            with self._team.together():
+                yield
+        except BaseException:
+            if self._team.size > 1:
+                self._releases.stop()
+            raise
+
     def _backward(self, losses: Tensor) -> Step:
+        self._releases.check()
         part = self._part
         if part is None:
             raise PrivacyError("no batch waits for a step: losses must come from a batch of private.batches, once each")
@@ -227,7 +244,7 @@ class Private:
             raise PrivacyError("these losses were computed before the batch was drawn: compute them from the batch")
         self._binding.check()
         self._guard.check(len(losses))
-        found = self._team.clipped(losses, self._binding.params, self._clipper.reduction(), part.padding)
+        found = self._clipped(losses, part)
         clipped, dropped = self._sums.add(found, self._clipper.count(found.clipping)), len(found.clipping.dropped)
         self._part = None
         self.dropped += dropped
@@ -236,8 +253,16 @@ class Private:
         empty, self._empty = self._empty, 0
         return Step(part.step + 1, part.last, part.size - part.padding, clipped, dropped, empty)
 
+    def _clipped(self, losses: Tensor, part: Part) -> Any:
+        try:
+            return self._team.clipped(losses, self._binding.params, self._clipper.reduction(), part.padding)
+        except BaseException:
+            for p in self._binding.params.values():
+                p.grad = None  # the backward of a sharded model leaves sums there, which have no noise yet
+            raise
+
     def _step_empty(self, part: Part) -> None:
-        with self._team.together():
+        with self._together():
             self._binding.check()
             self._release(part)
         self._optimizer.step()
@@ -245,24 +270,25 @@ class Private:
         self._empty += 1
 
     def _release(self, part: Part) -> None:
-        """Account, then add noise and write ``p.grad``."""
-        sums, count = self._sums.take(self._clipper)
-        self._ledger.account(part.opens_pass)
-        released = [*sums.values(), *([] if count is None else [count])]
-        scale = Scale(
-            sensitivity=self._clipper.sensitivity() * self.plan.contributions,
-            noise_multiplier=self.plan.noise,
-            size=sum(t.numel() * (2 if t.is_complex() else 1) for t in released),
-        )
+        """Account, then add noise and write ``p.grad``: all of it, or nothing more until the run is resumed."""
+        with self._releases.one() as number:
+            sums, count = self._sums.take(self._clipper)
+            self._ledger.account(part.opens_pass)
+            released = [*sums.values(), *([] if count is None else [count])]
+            scale = Scale(
+                sensitivity=self._clipper.sensitivity() * self.plan.contributions,
+                noise_multiplier=self.plan.noise,
+                size=sum(t.numel() * (2 if t.is_complex() else 1) for t in released),
+            )
 
-        def noise(tensors: Sequence[Tensor], stream: int = 0) -> None:
-            add_noise(tensors, scale, self._source, part.step, stream)
+            def noise(tensors: Sequence[Tensor], stream: int = 0) -> None:
+                add_noise(tensors, scale, self._source, number, stream)
 
-        self._team.release(released, noise)
-        if count is not None:
-            self._clipper.follow(count)
-        for name, p in self._binding.params.items():
-            p.grad = sums[name].div_(self.plan.batch_size)
+            self._team.release(released, noise)
+            if count is not None:
+                self._clipper.follow(count)
+            for name, p in self._binding.params.items():
+                p.grad = sums[name].div_(self.plan.batch_size)
 
     def state_dict(self) -> dict[str, Any]:
         """The accounts, and what they are bound to: numbers, strings, lists and dicts, no tensors.
@@ -275,6 +301,7 @@ class Private:
         """Go on from a state: what it has spent is spent, and no noise of before is drawn again."""
         checkpoint = Checkpoint.from_dict(state)
         checkpoint.check(self._ledger, self._binding)
+        self._keep_books(lambda: self._ledger.read_again(checkpoint.accounts))
         self._load(checkpoint)
 
     def _load(self, checkpoint: Checkpoint) -> None:
@@ -289,6 +316,7 @@ class Private:
         """Random numbers that no earlier process has seen, and no half of a batch."""
         self._source.renew()
         self._source.nonce = self._team.agree(self._source.nonce)
+        self._releases.renew()
         self._calls += 1
         self._part = None
         self._sums.clear()
@@ -300,16 +328,13 @@ class Private:
         released, and count when the run is resumed from this file or an earlier one.
         """
         states = self._team.states(self._model, self._optimizer)
-        if self._team.rank == 0:
-            write(path, self._ledger, self.state_dict(), states)
-        self._team.agree(b"saved")
+        self._team.by_first(lambda: write(path, self._ledger, self.state_dict(), states))
 
     def resume(self, path: str | PathLike[str]) -> None:
         """Load what `save` has written into the model, the optimizer and these accounts, and what the journal says."""
         checkpoint, journal, states = read(path)
         checkpoint.check(self._ledger, self._binding)
-        if self._team.rank == 0:
-            follow_journal(self._ledger, journal, checkpoint.run)
-        self._tell_accounts(False)
+        self._keep_books(lambda: follow_journal(self._ledger, path, journal, checkpoint.accounts))
+        self._releases.stop()  # until all of it is loaded
         self._team.load_states(self._model, self._optimizer, states)
         self._load(checkpoint)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from ..reduce import reduce
 from ..reductions import ClippedSum
+from .errors import PrivacyError
 
 Parts = list[tuple[list[int], int]]
 
@@ -35,6 +37,22 @@ class Team:
     def agree(self, value: bytes) -> bytes:
         """The first process's value, in all of them: keys and nonces of random numbers."""
         return value
+
+    def by_first(self, do: Callable[[], Any]) -> Any:
+        """Done by the first process alone: what it returns, which must be JSON, or its error, in all of them."""
+        failed: Exception | None = None
+        said: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                said[0] = do()
+            except Exception as error:
+                failed, said[1] = error, str(error)
+        found, wrong = json.loads(self.agree(json.dumps(said).encode()))
+        if failed is not None:
+            raise failed
+        if wrong is not None:
+            raise PrivacyError(f"the first process says: {wrong}")
+        return found
 
     def together(self) -> AbstractContextManager[None]:
         """Around what may fail in one process, while others wait for it in `release`."""
