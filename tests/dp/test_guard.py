@@ -163,7 +163,7 @@ def test_clean_models_pass(make: Callable[[], nn.Module], batch_size: int) -> No
     for batch in trained.batches(dataset()):
         trained.step(losses_of(model, batch))
     assert trained.steps == 6
-    assert trained._guard._told >= 4
+    assert trained._guard._told >= 3  # all of the larger batches, and of those of two most that are not of one
 
 
 class Nested(nn.Module):

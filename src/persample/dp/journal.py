@@ -42,7 +42,7 @@ class Journal:
         self._identity, self._size, self._torn = (found.st_dev, found.st_ino), found.st_size, torn
         self._why = "nobody has claimed it"
         self._handle = -1
-        self._close: Callable[[], object]
+        self._close: Callable[[], object] = lambda: None
 
     @classmethod
     def begin(cls, path: Path, header: Accounts) -> Journal:
@@ -109,9 +109,8 @@ class Journal:
 
     def let_go(self, why: str) -> None:
         """Close the file, and unlock it; a forked process that does so leaves its parent's lock alone."""
-        if self._handle >= 0:
-            self._why, self._handle = why, -1
-            self._close()
+        self._why, self._handle = why, -1
+        self._close()
 
     def add(self, opens_pass: bool) -> None:
         """One more step; returns when it is on disk."""
@@ -140,7 +139,7 @@ class Journal:
         if found.st_size != self._size:
             raise PrivacyError(
                 f"the journal {self.path} has {found.st_size} bytes and not {self._size} as this run has left it: it "
-                f"was cut, or another run writes to it, and each would count its own steps alone. A journal is for one run"
+                f"was cut, or another run writes to it, and each would count alone: a journal is for one run"
             )
 
     def _keep(self, handle: int) -> None:

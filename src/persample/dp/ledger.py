@@ -27,6 +27,8 @@ class Ledger:
 
     def account(self, opens_pass: bool) -> None:
         """Count a step that is about to be released."""
+        if self.journal is not None:
+            self.advance(self.journal.steps, self.journal.passes)
         if self.steps >= self.plan.length or (opens_pass and not self.left):
             raise PrivacyError(
                 f"the plan is used up: {self.steps} of {self.plan.length} steps are done, and epsilon "
@@ -78,7 +80,7 @@ class Ledger:
         self.advance(journal.steps, journal.passes)
 
     def read_again(self, known: Accounts) -> None:
-        """Take up the journal as it is now, if there is one: of a step that failed, it may have more than is counted."""
+        """Take up the journal as it is now, if there is one: it may count a step that failed, too."""
         if self.journal is not None:
             self.follow(self.journal.path, known)
 

@@ -314,6 +314,7 @@ class Private:
 
     def _renew(self) -> None:
         """Random numbers that no earlier process has seen, and no half of a batch."""
+        self._releases.stop()  # until all processes agree
         self._source.renew()
         self._source.nonce = self._team.agree(self._source.nonce)
         self._releases.renew()

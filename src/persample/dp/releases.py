@@ -65,8 +65,8 @@ class Copied:
             raise AttributeError(name)
         raise PrivacyError(
             f"this is a copy of a dp.Private, and has no {name}: it would draw the same noise as the original, and "
-            f"count its own steps alone. Make a new dp.Private, and if it is to go on in the place of the original, give "
-            f"its load_state_dict the original's state_dict()"
+            f"count its own steps alone. Make a new dp.Private; to go on in the place of the original, give its "
+            f"load_state_dict the original's state_dict()"
         )
 
 
