@@ -23,7 +23,7 @@ from .records import Spent, Step
 from .releases import Copied, Releases
 from .sampling import Part, Sampler, check_data, loader
 from .sources import make_source
-from .state import Checkpoint, follow_journal, open_journal, read, write
+from .state import Checkpoint, follow_journal, load, open_journal, read, write
 from .sums import Sums
 from .team import Team
 from .teams import team_of
@@ -337,5 +337,5 @@ class Private:
         checkpoint.check(self._ledger, self._binding)
         self._keep_books(lambda: follow_journal(self._ledger, path, journal, checkpoint.accounts))
         self._releases.stop()  # until all of it is loaded
-        self._team.load_states(self._model, self._optimizer, states)
+        load(path, lambda found: self._team.load_states(self._model, self._optimizer, found), states)
         self._load(checkpoint)

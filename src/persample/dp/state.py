@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from importlib import import_module
 from os import PathLike
@@ -136,6 +137,14 @@ def read(path: str | PathLike[str]) -> tuple[Checkpoint, str, dict[str, Any]]:
         raise ValueError(f"{path} was not written by private.save, or is damaged: {error!r}") from error
 
 
+def load(path: str | PathLike[str], load_states: Callable[[dict[str, Any]], None], states: dict[str, Any]) -> None:
+    """Load what was read, and say where it is from if it does not fit."""
+    try:
+        load_states(states)
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} does not fit this model and optimizer: {error!r}") from error
+
+
 def follow_journal(ledger: Ledger, path: str | PathLike[str], journal: str, known: Accounts) -> None:
     """Count what happened after the file was written, too."""
     if ledger.journal is not None:  # the user has said where it is
@@ -177,7 +186,9 @@ def _unpacked(tree: Any, tensors: dict[str, Tensor]) -> Any:
     if kind in ("list", "tuple"):
         items = [_unpacked(item, tensors) for item in value]
         return items if kind == "list" else tuple(items)
-    return value
+    if kind == "value":
+        return value
+    raise ValueError(f"a file has no {kind!r}")
 
 
 def _safetensors() -> Any:
