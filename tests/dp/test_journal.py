@@ -19,13 +19,13 @@ from tests.dp.noises import advance, distinct, drawn, noisy_run
 
 
 @contextmanager
-def forked(do: Callable[[Callable[[], None]], None]) -> Iterator[int]:
+def forked(do: Callable[[Callable[[], object]], None]) -> Iterator[int]:
     """A process that has come as far as its word, and is killed in the end."""
     mine, theirs = os.pipe()
     child = os.fork()
     if not child:
         try:
-            do(lambda: None if os.write(theirs, b"there") else None)
+            do(lambda: os.write(theirs, b"there"))
         finally:
             os._exit(1)
     os.close(theirs)
@@ -41,7 +41,7 @@ def forked(do: Callable[[Callable[[], None]], None]) -> Iterator[int]:
 def test_one_process_at_a_time_and_a_killed_one_is_forgotten(tmp_path: Path) -> None:
     path = tmp_path / "journal"
 
-    def keep(say: Callable[[], None]) -> None:
+    def keep(say: Callable[[], object]) -> None:
         kept = noisy_run(journal=path)
         say()
         signal.pause()
@@ -60,7 +60,7 @@ def test_children_of_a_killed_run_do_not_keep_its_journal(tmp_path: Path) -> Non
     """Such as the workers of its DataLoader."""
     path = tmp_path / "journal"
 
-    def keep(say: Callable[[], None]) -> None:
+    def keep(say: Callable[[], object]) -> None:
         kept = noisy_run(journal=path)
         if not os.fork():
             os.setsid()
@@ -88,10 +88,8 @@ def test_in_one_process_the_latest_run_has_the_journal(tmp_path: Path) -> None:
         advance(earlier)  # a refused run takes nothing over
         later = noisy_run(journal=tmp_path / "journal")
         assert later.steps == 2
-        for attempt in range(2):
-            with pytest.raises(
-                dp.PrivacyError, match="taken it over" if attempt == 0 else "last step of this run failed"
-            ):
+        for message in ("taken it over", "last step of this run failed"):
+            with pytest.raises(dp.PrivacyError, match=message):
                 advance(earlier)
         advance(later, 4)
     assert distinct(found)
@@ -102,7 +100,7 @@ def test_without_locks_a_second_writer_is_found(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(module, "fcntl", None)
     trained = noisy_run(journal=tmp_path / "journal")
 
-    def follow(say: Callable[[], None]) -> None:
+    def follow(say: Callable[[], object]) -> None:
         other = module.Journal.read(tmp_path / "journal")
         other.claim()
         other.add(False)
@@ -193,9 +191,8 @@ def test_reading_writes_nothing_and_a_torn_line_counts(torn: bytes, tmp_path: Pa
     del trained
     path.write_bytes(path.read_bytes() + torn)
     before = path.read_bytes()
-    refused = dp.Private(*(lambda run: (run._model, run._optimizer))(noisy_run()), plan(steps=9))
     with pytest.raises(dp.PrivacyError, match="another run"):
-        refused.resume(tmp_path / "run")
+        noisy_run(steps=9).resume(tmp_path / "run")
     resumed = noisy_run()
     resumed.resume(tmp_path / "run")
     assert resumed.steps == 3
@@ -203,7 +200,7 @@ def test_reading_writes_nothing_and_a_torn_line_counts(torn: bytes, tmp_path: Pa
     advance(resumed)
     again = noisy_run(journal=path)
     assert again.steps == 4
-    assert again._ledger.passes == (torn[:1] != b"s" or torn != b"step")
+    assert again._ledger.passes == (torn != b"step")  # it may have been one
     advance(again, 2)
     assert list(again.batches(range(60))) == []
 

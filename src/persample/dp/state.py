@@ -141,6 +141,8 @@ def load(path: str | PathLike[str], load_states: Callable[[dict[str, Any]], None
     """Load what was read, and say where it is from if it does not fit."""
     try:
         load_states(states)
+    except PrivacyError:
+        raise
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"{path} does not fit this model and optimizer: {error!r}") from error
 
