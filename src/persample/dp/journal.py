@@ -9,7 +9,6 @@ import re
 import secrets
 import stat
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -25,7 +24,6 @@ except ImportError:  # Windows
 # A torn line counts: a part of one, or the zeros that some file systems leave after a power failure.
 _LINE = re.compile(rb"step|ste|st|s|pass|pas|pa|p|\0{1,5}")
 _UNSUPPORTED = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL, errno.EPERM}
-_NEW = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL
 
 
 class Journal:
@@ -41,26 +39,22 @@ class Journal:
         self.passes = header.passes + sum(line != b"step" for line in lines)  # a torn line counts as one
         self._identity, self._size, self._torn = (found.st_dev, found.st_ino), found.st_size, torn
         self._why = "nobody has claimed it"
-        self._handle = -1
-        self._close: Callable[[], object] = lambda: None
+        self._file: _File | None = None
 
     @classmethod
     def begin(cls, path: Path, header: Accounts) -> Journal:
         """A new file, claimed; it comes into being with its header, and must not exist."""
         path = path.absolute()
         scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-        handle = os.open(scratch, _NEW, 0o666)
         try:
-            _lock(handle, path)
-            _append(handle, json.dumps(header.as_dict()).encode() + b"\n", path)
+            file = _File(scratch, os.O_CREAT | os.O_EXCL)
+            file.lock(path)
+            file.append(json.dumps(header.as_dict()).encode() + b"\n")
             _name(scratch, path)
-            journal = cls(path, header, [], os.fstat(handle), torn=False)
-        except BaseException:
-            os.close(handle)
-            raise
         finally:
             scratch.unlink(missing_ok=True)
-        journal._keep(handle)
+        journal = cls(path, header, [], file.stat(), torn=False)
+        journal._keep(file)
         sync_directory(path.parent)
         return journal
 
@@ -94,33 +88,30 @@ class Journal:
 
     def claim(self) -> None:
         """Keep the file from now on, if it is still what was read; in one process, the latest run to do so has it."""
-        handle = os.open(self.path, os.O_RDWR | os.O_APPEND)
-        try:
-            self._compare(os.fstat(handle))
-            earlier = _kept.get(self._identity)
-            if earlier is not None:
-                earlier.let_go("another dp.Private in this process has taken it over")
-            _lock(handle, self.path)
-            self._compare(os.fstat(handle))
-        except BaseException:
-            os.close(handle)
-            raise
-        self._keep(handle)
+        file = _File(self.path)
+        self._compare(file.stat())
+        earlier = _kept.get(self._identity)
+        if earlier is not None:
+            earlier.let_go("another dp.Private in this process has taken it over")
+        file.lock(self.path)
+        self._compare(file.stat())
+        self._keep(file)
 
     def let_go(self, why: str) -> None:
         """Close the file, and unlock it; a forked process that does so leaves its parent's lock alone."""
-        self._why, self._handle = why, -1
-        self._close()
+        if self._file is not None:
+            self._why = why
+            self._file.close()
 
     def add(self, opens_pass: bool) -> None:
         """One more step; returns when it is on disk."""
-        if self._handle < 0:
+        if self._file is None or not self._file.close.alive:
             raise PrivacyError(f"this run cannot write to its journal {self.path} any more: {self._why}")
         self._compare(self._named())
         line = (b"\n" if self._torn else b"") + (b"pass\n" if opens_pass else b"step\n")
-        _append(self._handle, line, self.path)
+        self._file.append(line)
         self._size += len(line)
-        self._compare(os.fstat(self._handle))
+        self._compare(self._file.stat())
         self._torn = False
         self.steps += 1
         self.passes += opens_pass
@@ -142,9 +133,40 @@ class Journal:
                 f"was cut, or another run writes to it, and each would count alone: a journal is for one run"
             )
 
-    def _keep(self, handle: int) -> None:
-        self._handle, self._close = handle, weakref.finalize(self, os.close, handle)
+    def _keep(self, file: _File) -> None:
+        self._file = file
         _kept[self._identity] = self
+
+
+class _File:
+    """Open for appending, closed with its last user; a lock on it ends then, or with the process."""
+
+    def __init__(self, path: Path, flags: int = 0) -> None:
+        self._handle = os.open(path, os.O_RDWR | os.O_APPEND | flags, 0o666)
+        self.close = weakref.finalize(self, os.close, self._handle)
+
+    def lock(self, path: Path) -> None:
+        """For this process alone, where there are locks."""
+        if fcntl is None:
+            return
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise PrivacyError(
+                    f"the journal {path} is kept by another process: two runs on one journal would each count alone. "
+                    f"Wait for the other to end, or end it ({error})"
+                ) from error
+
+    def append(self, data: bytes) -> None:
+        """On disk when this returns."""
+        written = os.write(self._handle, data)
+        if written != len(data):
+            raise OSError(errno.ENOSPC, f"only {written} of {len(data)} bytes of the journal were written")
+        os.fsync(self._handle)
+
+    def stat(self) -> os.stat_result:
+        return os.fstat(self._handle)
 
 
 _kept: weakref.WeakValueDictionary[tuple[int, int], Journal] = weakref.WeakValueDictionary()  # by this process
@@ -158,28 +180,6 @@ def _let_go_of_all() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_let_go_of_all)
-
-
-def _lock(handle: int, path: Path) -> None:
-    """A lock of the operating system's, which ends with the process; none where there are none."""
-    if fcntl is None:
-        return
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in _UNSUPPORTED:
-            raise PrivacyError(
-                f"the journal {path} is kept by another process: two runs on one journal would each count alone. Wait "
-                f"for the other to end, or end it ({error})"
-            ) from error
-
-
-def _append(handle: int, data: bytes, path: Path) -> None:
-    """On disk when this returns."""
-    written = os.write(handle, data)
-    if written != len(data):
-        raise OSError(errno.ENOSPC, f"only {written} of {len(data)} bytes were written: is the disk full?", str(path))
-    os.fsync(handle)
 
 
 def _name(scratch: Path, path: Path) -> None:

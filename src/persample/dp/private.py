@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..api import check_losses
 from ..reductions import ClippedSum
 from .binding import Binding, is_older, mark, trainable
+from .books import Books
 from .clips import Clip, clipper
 from .errors import PrivacyError
 from .guard import Guard
@@ -23,7 +24,7 @@ from .records import Spent, Step
 from .releases import Copied, Releases
 from .sampling import Part, Sampler, check_data, loader
 from .sources import make_source
-from .state import Checkpoint, follow_journal, load, open_journal, read, write
+from .state import Checkpoint, load, read, write
 from .sums import Sums
 from .team import Team
 from .teams import team_of
@@ -92,19 +93,9 @@ class Private:
         self._calls = 0  # of batches()
         self._empty = 0  # since the last record
         self.dropped = 0  # samples that were not finite, in all steps
-        self._open(journal)
-
-    def _open(self, journal: str | PathLike[str] | None) -> None:
-        ledger = self._ledger
-        if self._keep_books(lambda: journal is not None and open_journal(ledger, journal)):
+        self._books = Books(self._ledger, self._clipper, self._team)
+        if self._books.open(journal):
             self._renew()
-
-    def _keep_books(self, open_: Callable[[], object]) -> object:
-        """The first process opens the journal and keeps it, and tells the others what it says."""
-        ledger = self._ledger
-        told = self._team.by_first(lambda: [open_(), ledger.run, ledger.steps, ledger.passes])
-        found, ledger.run, ledger.steps, ledger.passes = told
-        return found
 
     def __reduce_ex__(self, _: object) -> tuple[type, tuple[()]]:
         """Copies and pickles hold no more than a word about it: a run is one."""
@@ -301,14 +292,7 @@ class Private:
         """Go on from a state: what it has spent is spent, and no noise of before is drawn again."""
         checkpoint = Checkpoint.from_dict(state)
         checkpoint.check(self._ledger, self._binding)
-        self._keep_books(lambda: self._ledger.read_again(checkpoint.accounts))
-        self._load(checkpoint)
-
-    def _load(self, checkpoint: Checkpoint) -> None:
-        self._ledger.run = checkpoint.run
-        self._ledger.advance(checkpoint.steps, checkpoint.passes)
-        if checkpoint.bound is not None:
-            self._clipper.bound = checkpoint.bound
+        self._books.take_up(checkpoint)
         self.dropped = max(self.dropped, checkpoint.dropped)
         self._renew()
 
@@ -335,7 +319,8 @@ class Private:
         """Load what `save` has written into the model, the optimizer and these accounts, and what the journal says."""
         checkpoint, journal, states = read(path)
         checkpoint.check(self._ledger, self._binding)
-        self._keep_books(lambda: follow_journal(self._ledger, path, journal, checkpoint.accounts))
+        self._books.resume(path, journal, checkpoint)
         self._releases.stop()  # until all of it is loaded
         load(path, lambda found: self._team.load_states(self._model, self._optimizer, found), states)
-        self._load(checkpoint)
+        self.dropped = max(self.dropped, checkpoint.dropped)
+        self._renew()

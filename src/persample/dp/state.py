@@ -94,7 +94,7 @@ def write(path: str | PathLike[str], ledger: Ledger, state: dict[str, Any], stat
     path = Path(path)
     beside = path.with_name(path.name + ".journal")
     if ledger.journal is None and beside.exists():
-        _remove_unused(beside, path)
+        _take_up_or_remove(beside, path, ledger)
     tensors: dict[str, Tensor] = {}
     tree = _packed(states, "", tensors)
     journal = os.path.relpath(beside if ledger.journal is None else ledger.journal.path, path.parent)
@@ -109,9 +109,12 @@ def write(path: str | PathLike[str], ledger: Ledger, state: dict[str, Any], stat
     sync_directory(path.parent)
 
 
-def _remove_unused(journal: Path, path: Path) -> None:
-    """The journal of a run that was ended between beginning it and its first file has nothing to tell."""
+def _take_up_or_remove(journal: Path, path: Path, ledger: Ledger) -> None:
+    """Of this run, or of one that was ended between beginning it and its first file, with nothing to tell."""
     found = Journal.read(journal)
+    if found.header.run == ledger.run:
+        ledger.follow(journal, ledger.accounts)
+        return
     if path.exists() or found.steps:
         raise PrivacyError(
             f"{journal} is the journal of another run, which has spent {found.steps} steps: go on with it by "
