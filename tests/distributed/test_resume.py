@@ -94,6 +94,18 @@ def test_an_error_in_one_process_stops_all(two: Processes, how: str) -> None:
     two.run(stopped, how)
 
 
+def agree(rank: int, world: int) -> None:
+    """Counts and bounds that came apart, as they can where one process fails after a release and others do not."""
+    private = private_for(mlp(), make_plan(1.0), clip=dp.AdaptiveClip(initial=0.5))
+    private._ledger.steps, private._clipper.bound = 1 + rank, 0.5 + rank
+    private.load_state_dict(private.state_dict())
+    assert (private.steps, private.bound) == (1, 0.5)
+
+
+def test_all_go_by_the_accounts_of_the_first(two: Processes) -> None:
+    two.run(agree)
+
+
 def interrupted(rank: int, world: int) -> None:
     """The backward of a sharded model writes sums without noise into p.grad."""
     model = wrap(mlp(), "fsdp")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -47,3 +49,22 @@ def drawn(tell: Callable[[float], object] | None = None) -> Iterator[list[float]
 
 def distinct(found: list[float]) -> bool:
     return len(set(found)) == len(found)
+
+
+def said_by_child(do: Callable[[], object]) -> str:
+    """What a forked process says of its error, or returns."""
+    mine, theirs = os.pipe()
+    child = os.fork()
+    if not child:
+        torch.set_num_threads(1)  # OpenMP's threads are not there after a fork
+        try:
+            said = str(do())
+        except BaseException:
+            said = traceback.format_exc()
+        os.write(theirs, said.encode())
+        os._exit(0)
+    os.close(theirs)
+    with os.fdopen(mine) as end:
+        said = end.read()
+    os.waitpid(child, 0)
+    return said

@@ -135,6 +135,25 @@ def test_a_journal_that_was_cut_or_put_back_from_a_copy(tmp_path: Path) -> None:
         noisy_run().resume(tmp_path / "run")
 
 
+def test_a_plan_whose_epsilon_was_rounded_in_another_way_goes_on(tmp_path: Path) -> None:
+    path, journal = saved(tmp_path), tmp_path / "run.journal"
+    epsilon = noisy_run().plan.epsilon
+    assert epsilon is not None
+    for other, fine in ((epsilon * (1 - 1e-12), True), (epsilon * 0.99, False)):
+        header, rest = journal.read_text().split("\n", 1)
+        changed = json.loads(header)
+        changed["plan"]["epsilon"] = other
+        journal.write_text(f"{json.dumps(changed)}\n{rest}")
+        forge(path, setting("state", "plan", "epsilon", to=other))
+        resumed = noisy_run()
+        if fine:
+            resumed.resume(path)
+            assert resumed.steps == 2
+        else:
+            with pytest.raises(dp.PrivacyError, match=r"epsilon=.* instead of .* \(solved for"):
+                resumed.resume(path)
+
+
 def test_states_of_another_run_after_steps_of_its_own(tmp_path: Path) -> None:
     path, trained = saved(tmp_path), noisy_run()
     advance(trained)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ import pytest
 from persample import dp
 from persample.dp import journal as module
 from tests.dp.helpers import plan
-from tests.dp.noises import advance, distinct, drawn, noisy_run
+from tests.dp.noises import advance, distinct, drawn, noisy_run, said_by_child
 
 
 @contextmanager
@@ -125,6 +126,29 @@ def test_two_lines_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with drawn() as found, pytest.raises(dp.PrivacyError, match=r"another run writes to it"):
         advance(trained)
     assert not found
+
+
+def test_a_disk_that_is_full(tmp_path: Path) -> None:
+    """Three bytes more are all that it takes."""
+    path = tmp_path / "journal"
+
+    def fill() -> None:
+        trained = noisy_run(journal=path)
+        advance(trained)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 3,) * 2)
+        with drawn() as found, pytest.raises(OSError, match="only 3 of 5 bytes of the journal"):
+            advance(trained)
+        assert not found
+        trained.load_state_dict(trained.state_dict())
+        with pytest.raises(OSError, match="too large"):
+            advance(trained)
+
+    assert said_by_child(fill) == "None"
+    assert path.read_bytes().endswith(b"\nstep\nste")
+    trained = noisy_run(journal=path)
+    assert trained.steps == 2
+    advance(trained)
+    assert path.read_bytes().endswith(b"\nstep\nste\nstep\n")
 
 
 def cut(path: Path) -> None:

@@ -6,7 +6,6 @@ import copy
 import errno
 import os
 import pickle
-import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ import persample as ps
 from persample import dp
 from persample.dp import private as module
 from tests.dp.helpers import dataset, flat, losses_of, network, plan, private
-from tests.dp.noises import advance, distinct, drawn, noisy_run
+from tests.dp.noises import advance, distinct, drawn, noisy_run, said_by_child
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
@@ -133,25 +132,6 @@ def test_refused_steps_are_no_failed_releases() -> None:
     advance(trained, 6)
     advance(undisturbed, 6)
     assert torch.equal(flat(trained._model), flat(undisturbed._model))
-
-
-def said_by_child(do: Callable[[], object]) -> str:
-    """What a forked process says of its error, or returns."""
-    mine, theirs = os.pipe()
-    child = os.fork()
-    if not child:
-        torch.set_num_threads(1)  # OpenMP's threads are not there after a fork
-        try:
-            said = str(do())
-        except BaseException:
-            said = traceback.format_exc()
-        os.write(theirs, said.encode())
-        os._exit(0)
-    os.close(theirs)
-    with os.fdopen(mine) as end:
-        said = end.read()
-    os.waitpid(child, 0)
-    return said
 
 
 @pytest.mark.parametrize("seed", [0, None])
