@@ -258,7 +258,7 @@ DAMAGED: dict[str, bytes] = {
 def test_damaged_journals(damage: str, tmp_path: Path) -> None:
     path = tmp_path / "odd"
     path.write_bytes(DAMAGED[damage])
-    with pytest.raises(dp.PrivacyError, match=r"/odd (is not the journal of a private run|is damaged|has 7 steps)"):
+    with pytest.raises(dp.PrivacyError, match=r"/odd (is not the journal of a private run|is damaged)"):
         noisy_run(journal=path)
     assert path.read_bytes() == DAMAGED[damage]
 

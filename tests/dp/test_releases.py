@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import os
@@ -122,6 +123,28 @@ def test_an_optimizer_that_fails_is_no_failed_release() -> None:
         advance(trained, 5)
     assert distinct(found)
     assert len(found) == 6
+
+
+def test_a_part_that_was_interrupted_is_not_added_again() -> None:
+    """Samples that were added twice would move the sum by more than their bound."""
+    clean = plan(batch_size=60, steps=1, noise_multiplier=0.0)
+    trained, whole = private(plan_=clean), private(plan_=clean)
+    whole.backward(losses_of(whole._model, next(whole.batches(dataset()))))
+    most = torch.cat([p.grad.flatten() for p in whole._model.parameters() if p.grad is not None])
+    add = trained._sums.add
+
+    def interrupted(*args: Any) -> float:
+        add(*args)
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        for number, batch in enumerate(trained.batches(dataset(), physical_batch_size=30)):
+            patch.setattr(trained._sums, "add", add if number else interrupted)
+            for _ in range(2):
+                with contextlib.suppress(KeyboardInterrupt, dp.PrivacyError):
+                    trained.backward(losses_of(trained._model, batch))
+    found = torch.cat([p.grad.flatten() for p in trained._model.parameters() if p.grad is not None])
+    torch.testing.assert_close(found, most)
 
 
 def test_refused_steps_are_no_failed_releases() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -32,14 +33,21 @@ class Accounts:
 def check_accounts(found: Any, names: list[str]) -> None:
     """A mapping with these names, whose run, plan, steps and passes are possible."""
     if not isinstance(found, Mapping) or set(found) != set(names):
-        raise ValueError(f"there should be {', '.join(names)}, and not {str(found)[:80]}")
+        raise ValueError(f"accounts should have {', '.join(names)}, and these are {str(found)[:80]}")
     if not isinstance(found["run"], str) or not _RUN.fullmatch(found["run"]):
-        raise ValueError(f"the run should have a name of 16 hexadecimal digits, not {str(found['run'])[:80]!r}")
+        raise ValueError(
+            f"accounts are damaged: the run should have a name of 16 hexadecimal digits, not {str(found['run'])[:80]!r}"
+        )
     if not isinstance(found["plan"], Mapping) or not is_count(found["plan"].get("steps")):
-        raise ValueError(f"the plan should say how many steps there are, and says {str(found['plan'])[:80]}")
+        raise ValueError(f"accounts are damaged: a plan should have steps, and this is {str(found['plan'])[:80]}")
     for name, most in (("steps", found["plan"]["steps"]), ("passes", found["steps"])):
         if not is_count(found[name]) or found[name] > most:
-            raise ValueError(f"{name} should be an integer from 0 to {most}, not {str(found[name])[:80]}")
+            raise ValueError(f"accounts are damaged: {name} should be 0 to {most}, and are {str(found[name])[:80]!r}")
+
+
+def is_positive(value: object) -> bool:
+    """Whether it is a finite number above 0, and no bool."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def is_count(value: object) -> bool:

@@ -22,7 +22,7 @@ except ImportError:  # Windows
     fcntl = None
 
 # A torn line counts: a part of one, or the zeros that some file systems leave after a power failure.
-_LINE = re.compile(rb"step|ste|st|s|pass|pas|pa|p|\0{1,5}")
+_LINE = re.compile(rb"step|ste|st|s|pass|pas|pa|p|\0{1,6}")
 _UNSUPPORTED = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL, errno.EPERM}
 
 
@@ -79,10 +79,10 @@ class Journal:
                     f"was spent cannot be read off: put back the file as it was"
                 )
         journal = cls(path, header, lines, found, torn=bool(data) and not data.endswith(b"\n"))
-        if len(data) != found.st_size or journal.steps > header.plan["steps"]:
+        if journal.steps > header.plan["steps"]:
             raise PrivacyError(
-                f"the journal {path} has {len(lines)} steps in {len(data)} bytes, which is more than its plan allows, "
-                f"or it is being written: a journal is for one run at a time"
+                f"the journal {path} is damaged: it counts {journal.steps} steps, more than its plan allows. Put back the "
+                f"file as it was"
             )
         return journal
 

@@ -236,8 +236,9 @@ class Private:
         self._binding.check()
         self._guard.check(len(losses))
         found = self._clipped(losses, part)
-        clipped, dropped = self._sums.add(found, self._clipper.count(found.clipping)), len(found.clipping.dropped)
-        self._part = None
+        count, dropped = self._clipper.count(found.clipping), len(found.clipping.dropped)
+        self._part = None  # first: what may have been added must not be added again
+        clipped = self._sums.add(found, count)
         self.dropped += dropped
         if part.last:
             self._release(part)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
@@ -14,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .accounts import Accounts, check_accounts, is_count
+from .accounts import Accounts, check_accounts, is_count, is_positive
 from .binding import Binding
 from .errors import PrivacyError
 from .journal import Journal, sync_directory
@@ -47,11 +46,12 @@ class Checkpoint:
         if not isinstance(state, dict) or state.get("version") != _VERSION:
             raise ValueError(f"this is no state of private training of version {_VERSION}: {str(state)[:80]}")
         check_accounts(state, [f.name for f in fields(cls)])
-        if not is_count(state["dropped"]) or not isinstance(state["bindings"], dict):
-            raise ValueError(f"this state of private training is damaged: {str(state)[:80]}")
-        bound = state["bound"]
-        if bound is not None and not (isinstance(bound, float) and 0 < bound < math.inf):
-            raise ValueError(f"the bound should be a positive number, not {str(bound)[:80]}")
+        dropped, bound, bindings = state["dropped"], state["bound"], state["bindings"]
+        if not is_count(dropped) or not isinstance(bindings, dict) or not (bound is None or is_positive(bound)):
+            raise ValueError(
+                f"the state of private training is damaged: it says dropped {str(dropped)[:80]!r}, bound "
+                f"{str(bound)[:80]!r} and bindings {str(bindings)[:80]}"
+            )
         return cls(**state)
 
     def as_dict(self) -> dict[str, Any]:
