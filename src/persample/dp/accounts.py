@@ -35,9 +35,7 @@ def check_accounts(found: Any, names: list[str]) -> None:
     if not isinstance(found, Mapping) or set(found) != set(names):
         raise ValueError(f"accounts should have {', '.join(names)}, and these are {str(found)[:80]}")
     if not isinstance(found["run"], str) or not _RUN.fullmatch(found["run"]):
-        raise ValueError(
-            f"accounts are damaged: the run should have a name of 16 hexadecimal digits, not {str(found['run'])[:80]!r}"
-        )
+        raise ValueError(f"accounts are damaged: a run has 16 hexadecimal digits, and not {str(found['run'])[:80]!r}")
     if not isinstance(found["plan"], Mapping) or not is_count(found["plan"].get("steps")):
         raise ValueError(f"accounts are damaged: a plan should have steps, and this is {str(found['plan'])[:80]}")
     for name, most in (("steps", found["plan"]["steps"]), ("passes", found["steps"])):

@@ -81,8 +81,8 @@ class Journal:
         journal = cls(path, header, lines, found, torn=bool(data) and not data.endswith(b"\n"))
         if journal.steps > header.plan["steps"]:
             raise PrivacyError(
-                f"the journal {path} is damaged: it counts {journal.steps} steps, more than its plan allows. Put back the "
-                f"file as it was"
+                f"the journal {path} is damaged: it counts {journal.steps} steps, and its plan has {header.plan['steps']}. "
+                f"Put back the file as it was"
             )
         return journal
 
