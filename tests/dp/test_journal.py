@@ -151,6 +151,20 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
     assert path.read_bytes().endswith(b"\nstep\nste\nstep\n")
 
 
+def test_a_journal_that_may_only_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, opened = tmp_path / "journal", os.open
+    advance(noisy_run(journal=path))
+
+    def refuse(path: Any, flags: int, *more: Any, **options: Any) -> int:  # root may do anything
+        if flags & os.O_RDWR:
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, flags, *more, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(PermissionError, match="journal"):
+        noisy_run(journal=path)
+
+
 def cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size - len(b"step\nstep\n"))
 

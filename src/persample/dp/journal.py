@@ -48,7 +48,7 @@ class Journal:
         scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         try:
             file = _File(scratch, os.O_CREAT | os.O_EXCL)
-            file.lock(path)
+            file.lock()
             file.append(json.dumps(header.as_dict()).encode() + b"\n")
             _name(scratch, path)
         finally:
@@ -81,8 +81,8 @@ class Journal:
         journal = cls(path, header, lines, found, torn=bool(data) and not data.endswith(b"\n"))
         if journal.steps > header.plan["steps"]:
             raise PrivacyError(
-                f"the journal {path} is damaged: it counts {journal.steps} steps, and its plan has {header.plan['steps']}. "
-                f"Put back the file as it was"
+                f"the journal {path} is damaged: it counts {journal.steps} steps of {header.plan['steps']}. Put back the "
+                f"file as it was"
             )
         return journal
 
@@ -93,7 +93,7 @@ class Journal:
         earlier = _kept.get(self._identity)
         if earlier is not None:
             earlier.let_go("another dp.Private in this process has taken it over")
-        file.lock(self.path)
+        file.lock()
         self._compare(file.stat())
         self._keep(file)
 
@@ -142,10 +142,10 @@ class _File:
     """Open for appending, closed with its last user; a lock on it ends then, or with the process."""
 
     def __init__(self, path: Path, flags: int = 0) -> None:
-        self._handle = os.open(path, os.O_RDWR | os.O_APPEND | flags, 0o666)
+        self._path, self._handle = path, os.open(path, os.O_RDWR | os.O_APPEND | flags, 0o666)
         self.close = weakref.finalize(self, os.close, self._handle)
 
-    def lock(self, path: Path) -> None:
+    def lock(self) -> None:
         """For this process alone, where there are locks."""
         if fcntl is None:
             return
@@ -154,7 +154,7 @@ class _File:
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
                 raise PrivacyError(
-                    f"the journal {path} is kept by another process: two runs on one journal would each count alone. "
+                    f"the journal {self._path} is kept by another process: two runs on one journal would each count alone. "
                     f"Wait for the other to end, or end it ({error})"
                 ) from error
 
@@ -162,7 +162,8 @@ class _File:
         """On disk when this returns."""
         written = os.write(self._handle, data)
         if written != len(data):
-            raise OSError(errno.ENOSPC, f"only {written} of {len(data)} bytes of the journal were written")
+            said = f"only {written} of {len(data)} bytes of the journal were written"
+            raise OSError(errno.ENOSPC, said, str(self._path))
         os.fsync(self._handle)
 
     def stat(self) -> os.stat_result:

@@ -205,10 +205,8 @@ class Plan:
         wrong = [name for name in names if isinstance(other.get(name), bool) or other.get(name) != own[name]]
         if wrong == [self.solved] == [other.get("solved")] and _close(wrong[0], own[wrong[0]], other[wrong[0]]):
             return []
-        return [f"{name}={other.get(name)!r} instead of {own[name]!r}{self._remedy(name)}" for name in wrong]
-
-    def _remedy(self, name: str) -> str:
-        return " (solved for: to keep the old value, give it with the other two)" if name == self.solved else ""
+        remedy = " (solved for: to keep the old value, give it with the other two)" if wrong == [self.solved] else ""
+        return [f"{name}={other.get(name)!r} instead of {own[name]!r}{remedy}" for name in wrong]
 
     def __str__(self) -> str:
         how = {
