@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,35 @@ def stopped(rank: int, world: int, how: str) -> None:
 @pytest.mark.parametrize("how", ["plain", "fsdp"])
 def test_an_error_in_one_process_stops_all(two: Processes, how: str) -> None:
     two.run(stopped, how)
+
+
+def unwritten(rank: int, world: int, how: str, path: str) -> None:
+    """The first process cannot write a step down: none makes it, not even of its own shard."""
+    model = wrap(mlp(), how)
+    private = private_for(model, make_plan(1.0, batch_size=40), journal=path)
+    train(model, private, steps=1)
+    before = weights_of(model)
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises((OSError, dp.PrivacyError), match="space" if rank == 0 else "could not"):
+            train(model, private)
+    assert all(torch.equal(now, then) for now, then in zip(weights_of(model), before, strict=True))
+    with pytest.raises(dp.PrivacyError, match="last step of this run failed"):
+        train(model, private)
+    private.load_state_dict(private.state_dict())
+    assert private.steps == 2  # the line is there, though nobody knew
+    train(model, private)
+    dist.barrier()
+    assert Path(path).read_text().count("step\n") == private.steps == 12
+
+
+@pytest.mark.parametrize("how", ["plain", "fsdp"])
+def test_a_step_that_cannot_be_written_down_is_made_by_none(two: Processes, how: str, tmp_path: Path) -> None:
+    two.run(unwritten, how, str(tmp_path / "journal"))
 
 
 def agree(rank: int, world: int) -> None:

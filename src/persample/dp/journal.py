@@ -81,8 +81,8 @@ class Journal:
         journal = cls(path, header, lines, found, torn=bool(data) and not data.endswith(b"\n"))
         if journal.steps > header.plan["steps"]:
             raise PrivacyError(
-                f"the journal {path} is damaged: it counts {journal.steps} steps of {header.plan['steps']}. Put back the "
-                f"file as it was"
+                f"the journal {path} is damaged: it counts {journal.steps} steps of {header.plan['steps']}. Put back "
+                f"the file as it was"
             )
         return journal
 
@@ -154,8 +154,8 @@ class _File:
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
                 raise PrivacyError(
-                    f"the journal {self._path} is kept by another process: two runs on one journal would each count alone. "
-                    f"Wait for the other to end, or end it ({error})"
+                    f"the journal {self._path} is kept by another process: two runs on one journal would each count "
+                    f"alone. Wait for the other to end, or end it ({error})"
                 ) from error
 
     def append(self, data: bytes) -> None:

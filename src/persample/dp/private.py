@@ -265,7 +265,8 @@ class Private:
         """Account, then add noise and write ``p.grad``: all of it, or nothing more until the run is resumed."""
         with self._releases.one() as number:
             sums, count = self._sums.take(self._clipper)
-            self._ledger.account(part.opens_pass)
+            with self._team.accounting():
+                self._ledger.account(part.opens_pass)
             released = [*sums.values(), *([] if count is None else [count])]
             scale = Scale(
                 sensitivity=self._clipper.sensitivity() * self.plan.contributions,

@@ -58,6 +58,10 @@ class Team:
         """Around what may fail in one process, while others wait for it in `release`."""
         return nullcontext()
 
+    def accounting(self) -> AbstractContextManager[None]:
+        """Around writing a step down: where it fails in one process, no other may go on to `release`."""
+        return nullcontext()
+
     def parts(self, samples: list[int], physical: int | None) -> Parts:
         """Those of a batch's samples that this process takes, in parts; and how many at a part's end do not count."""
         own = samples[self.rank :: self.size]

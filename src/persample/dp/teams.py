@@ -156,6 +156,21 @@ class Shards(Several):
             p.grad = None
         return found
 
+    @contextmanager
+    def accounting(self) -> Iterator[None]:
+        failed = 1
+        try:
+            yield
+            failed = 0
+        finally:
+            with self._all_there():
+                failed = self._ranks.count([failed], self._device)[0]
+        if failed:
+            raise PrivacyError(
+                f"{failed} of {self.size} processes could not account for this step, and say why themselves: nothing "
+                f"was released. Resume from the last private.save"
+            )
+
     def release(self, sums: Sequence[Tensor], add_noise: AddNoise) -> None:
         add_noise([t.to_local() for t in sums if is_sharded(t)], self.rank)  # type: ignore[attr-defined]
         whole = [t for t in sums if not is_sharded(t)]  # an adaptive clip's count
