@@ -136,6 +136,24 @@ def test_all_go_by_the_accounts_of_the_first(two: Processes) -> None:
     two.run(agree)
 
 
+def beside(rank: int, world: int, path: str) -> None:
+    """A file is written where the run's own journal is, which counts more than the state that it went on from."""
+    model = mlp()
+    private = private_for(model, make_plan(1.0, batch_size=40))
+    state = private.state_dict()
+    private.save(path)
+    train(model, private, steps=2)
+    again = private_for(model, make_plan(1.0, batch_size=40))
+    again.load_state_dict(state)
+    again.save(path)
+    assert again.steps == 2
+    train(model, again)
+
+
+def test_saving_beside_a_journal_that_knows_more(two: Processes, tmp_path: Path) -> None:
+    two.run(beside, str(tmp_path / "run"))
+
+
 def interrupted(rank: int, world: int) -> None:
     """The backward of a sharded model writes sums without noise into p.grad."""
     model = wrap(mlp(), "fsdp")

@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from persample import dp
 from persample.dp import journal as module
 from tests.dp.helpers import plan
 from tests.dp.noises import advance, distinct, drawn, noisy_run, said_by_child
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # of Python 3.12
 
 
 @contextmanager
@@ -25,6 +28,7 @@ def forked(do: Callable[[Callable[[], object]], None]) -> Iterator[int]:
     mine, theirs = os.pipe()
     child = os.fork()
     if not child:
+        torch.set_num_threads(1)  # OpenMP's threads are not there after a fork
         try:
             do(lambda: os.write(theirs, b"there"))
         finally:

@@ -22,6 +22,8 @@ from persample.dp import private as module
 from tests.dp.helpers import dataset, flat, losses_of, network, plan, private
 from tests.dp.noises import advance, distinct, drawn, noisy_run, said_by_child
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # of Python 3.12
+
 Patch = Callable[[pytest.MonkeyPatch], None]
 
 

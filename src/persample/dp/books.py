@@ -8,7 +8,7 @@ from typing import Any
 
 from .clips import Clipper
 from .ledger import Ledger
-from .state import Checkpoint, follow_journal, open_journal
+from .state import Checkpoint, follow_journal, open_journal, write
 from .team import Team
 
 
@@ -33,6 +33,10 @@ class Books:
         """Go on from a file, and from the journal that it names."""
         known = checkpoint.accounts
         self._by_first(lambda: self._load(checkpoint, lambda: follow_journal(self._ledger, path, journal, known)))
+
+    def save(self, path: str | PathLike[str], state: dict[str, Any], states: dict[str, Any]) -> None:
+        """Write a file; its journal is begun with the first."""
+        self._by_first(lambda: write(path, self._ledger, state, states))
 
     def _load(self, checkpoint: Checkpoint, follow: Callable[[], None]) -> None:
         follow()

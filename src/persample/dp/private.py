@@ -24,7 +24,7 @@ from .records import Spent, Step
 from .releases import Copied, Releases
 from .sampling import Part, Sampler, check_data, loader
 from .sources import make_source
-from .state import Checkpoint, load, read, write
+from .state import Checkpoint, load, read
 from .sums import Sums
 from .team import Team
 from .teams import team_of
@@ -315,7 +315,7 @@ class Private:
         released, and count when the run is resumed from this file or an earlier one.
         """
         states = self._team.states(self._model, self._optimizer)
-        self._team.by_first(lambda: write(path, self._ledger, self.state_dict(), states))
+        self._books.save(path, self.state_dict(), states)
 
     def resume(self, path: str | PathLike[str]) -> None:
         """Load what `save` has written into the model, the optimizer and these accounts, and what the journal says."""
