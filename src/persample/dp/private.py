@@ -303,10 +303,10 @@ class Private:
         self._releases.stop()  # until all processes agree
         self._source.renew()
         self._source.nonce = self._team.agree(self._source.nonce)
-        self._releases.renew()
         self._calls += 1
         self._part = None
         self._sums.clear()
+        self._releases.renew()
 
     def save(self, path: str | PathLike[str]) -> None:
         """Model, optimizer and accounts in one safetensors file, which is replaced as a whole or not at all.
