@@ -34,6 +34,7 @@ def main() -> int:
     optimizer = torch.optim.SGD(model.parameters(), lr=4.0)
     plan = dp.Plan(examples=len(data), batch_size=256, epochs=EPOCHS, epsilon=EPSILON, delta=DELTA)
     print(plan, "\n")
+    # The seed is for the test of this script: leave it out in earnest.
     private = dp.Private(model, optimizer, plan, clip=ps.ClippedSum(1.0), seed=0)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, plan.length)
     for x, y in private.batches(data):

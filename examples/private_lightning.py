@@ -91,7 +91,8 @@ def main(arguments: list[str] | None = None) -> int:
     data, held_out = load()
     plan = dp.Plan(examples=len(data), batch_size=100, epochs=2 if quick else 10, epsilon=EPSILON, delta=DELTA)
     print(plan, "\n")
-    module = PrivateClassifier(nn.Sequential(nn.Linear(30, 16), nn.Tanh(), nn.Linear(16, 2)), data, plan, seed=0)
+    model = nn.Sequential(nn.Linear(30, 16), nn.Tanh(), nn.Linear(16, 2))
+    module = PrivateClassifier(model, data, plan, seed=0)  # a seed for tests: leave it out in earnest
     validation = DataLoader(held_out, batch_size=HELD_OUT)
     training = trainer(plan)
     (before,) = training.validate(module, validation, verbose=False)

@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     test = texts(200, -1, seed=2)
     before = mean_loss(model, test)
-    private = train(model, texts(examples, -1, seed=1), plan, seed=0)
+    private = train(model, texts(examples, -1, seed=1), plan, seed=0)  # a seed for tests: leave it out in earnest
     after = mean_loss(model, test)
     print(f"\nloss {before:.3f} before, {after:.3f} after\n{private.spent()}")
     return 0 if after < share * before else 1

@@ -16,7 +16,7 @@ import safetensors.torch
 
 from persample import dp
 from persample.dp import private as module
-from persample.dp.ledger import Journal
+from persample.dp.journal import Journal
 from tests.dp.helpers import dataset, losses_of, network, plan, private
 
 WHERE = [

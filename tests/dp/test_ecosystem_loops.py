@@ -12,7 +12,6 @@ from torch.optim import lr_scheduler as schedules
 
 from persample import dp
 from persample.dp.sampling import poisson
-from persample.dp.sources import Seeded
 from tests.dp.helpers import dataset, flat, losses_of, network, plan, private
 
 Make = Callable[[torch.optim.Optimizer, int], Any]
@@ -55,7 +54,7 @@ def run(length: int, batch_size: int) -> tuple[nn.Module, torch.optim.Optimizer,
 
 
 def empty_batches(trained: dp.Private) -> int:
-    return sum(not poisson(trained.plan, Seeded(0), step) for step in range(trained.plan.length))
+    return sum(not poisson(trained.plan, trained._source, step) for step in range(trained.plan.length))
 
 
 @pytest.mark.parametrize(("batch_size", "physical"), [(12, None), (12, 4), (12, 1), (1, None), (1, 1)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from dataclasses import FrozenInstanceError
@@ -107,3 +108,62 @@ def test_refusals(more: dict[str, Any], message: str) -> None:
 def test_a_large_delta_is_warned_of() -> None:
     with pytest.warns(UserWarning, match=r"delta 0.001 is not below 1 / examples = 0.001"):
         plan(epochs=1, epsilon=1.0, delta=1e-3)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "epsilon": {"steps": 80, "noise_multiplier": 1.5},
+    "noise_multiplier": {"steps": 80, "epsilon": 3.0},
+    "steps": {"epsilon": 3.0, "noise_multiplier": 1.0},
+}
+
+
+def solved(name: str) -> tuple[dp.Plan, dict[str, Any]]:
+    """A plan that was solved for something, and how it is stored."""
+    found = plan(**SETTINGS[name])
+    assert found.solved == name
+    return found, json.loads(json.dumps(found.as_dict()))
+
+
+@pytest.mark.parametrize(
+    ("name", "factor", "fine"),
+    [
+        ("epsilon", 1 + 1e-9, True),
+        ("epsilon", 1 - 1e-9, True),
+        ("epsilon", 1.0005, True),  # more was promised than is spent
+        ("epsilon", 1.002, False),
+        ("epsilon", 1 - 1e-5, False),  # less was promised
+        ("noise_multiplier", 1.0005, True),  # steps had more noise than they are accounted with
+        ("noise_multiplier", 1.002, False),
+        ("noise_multiplier", 1 - 1e-5, False),  # steps had less
+    ],
+)
+def test_solved_values_may_differ_as_solving_does(name: str, factor: float, fine: bool) -> None:
+    found, stored = solved(name)
+    assert found.differences(stored) == []
+    other = {**stored, name: stored[name] * factor}
+    assert (found.differences(other) == []) == fine
+    assert found.differences({**other, "solved": None})  # what was given is compared to the last bit
+
+
+def test_solved_steps_may_be_fewer() -> None:
+    found, stored = solved("steps")
+    for more, fine in ((0, True), (1, True), (-1, False), (3, False)):
+        wrong = found.differences({**stored, "steps": found.length + more})
+        assert (wrong == []) == fine
+        assert fine or "to keep the old value, give it with the other two" in wrong[0]
+
+
+def test_an_old_solution_can_be_kept() -> None:
+    found, stored = solved("noise_multiplier")
+    stored["noise_multiplier"] = found.noise * 1.01
+    assert found.differences(stored)
+    assert plan(**SETTINGS["noise_multiplier"], noise_multiplier=found.noise * 1.01).differences(stored) == []
+
+
+@pytest.mark.parametrize("name", [*BASE, "steps", "noise_multiplier", "sampling"])
+def test_given_values_are_compared_exactly(name: str) -> None:
+    found, stored = solved("epsilon")
+    for value in (None, True, "other", 7, math.nextafter(BASE["delta"], 1), math.nextafter(1.5, 2)):
+        assert found.differences({**stored, name: value})
+    one = plan(steps=1, noise_multiplier=1.0)
+    assert one.differences({**one.as_dict(), "steps": True})

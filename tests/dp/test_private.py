@@ -16,11 +16,11 @@ import persample as ps
 from persample import dp
 from persample.dp.noise import Scale, add_noise
 from persample.dp.sampling import poisson
-from persample.dp.sources import Seeded
+from persample.dp.sources import Source
 from tests.dp.helpers import dataset, flat, losses_of, network, plan, private
 
 
-def by_definition(model: nn.Module, batch: Any, bound: float, noisy: bool, step: int) -> list[Tensor]:
+def by_definition(model: nn.Module, batch: Any, bound: float, noisy: bool, source: Source, step: int) -> list[Tensor]:
     """One sample after the other: clip its gradient, add up, add the noise of the step, divide by the expected size."""
     params = list(model.parameters())
     sums = [torch.zeros_like(p) for p in params]
@@ -31,7 +31,7 @@ def by_definition(model: nn.Module, batch: Any, bound: float, noisy: bool, step:
         for total, g in zip(sums, grads, strict=True):
             total += g * min(1.0, bound / float(norm))
     scale = Scale(sensitivity=bound, noise_multiplier=float(noisy), size=sum(p.numel() for p in params))
-    add_noise(sums, scale, Seeded(0), step)
+    add_noise(sums, scale, source, step)
     return [total / 12 for total in sums]
 
 
@@ -48,10 +48,9 @@ def test_a_run_is_what_it_is_defined_to_be(noisy: bool, kind: type[torch.optim.O
     x, y = dataset().tensors
     for step, batch in enumerate(trained.batches(dataset())):
         record = trained.step(losses_of(model, batch))
-        samples = poisson(plan(), Seeded(0), step)
-        for p, g in zip(
-            other.parameters(), by_definition(other, (x[samples], y[samples]), 0.3, noisy, step), strict=True
-        ):
+        samples = poisson(plan(), trained._source, step)
+        found = by_definition(other, (x[samples], y[samples]), 0.3, noisy, trained._source, step)
+        for p, g in zip(other.parameters(), found, strict=True):
             p.grad = g
         optimizer.step()
         optimizer.zero_grad()

@@ -14,6 +14,7 @@ from ..graph.saved import born
 from ..params import named
 from .clips import Clipper
 from .errors import PrivacyError
+from .plan import Plan
 
 _PRECISE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
@@ -49,6 +50,24 @@ class Binding:
     def describe(self) -> dict[str, Any]:
         """Parameters and clip, to be stored and compared."""
         return {"parameters": {name: list(p.shape) for name, p in self.params.items()}, "clip": self._clip}
+
+    def setup(self, plan: Plan) -> str:
+        """How the run is set up, but for names, which DDP changes, and a solved epsilon, which machines round.
+
+        Runs that differ in it draw nothing in common, though they have one seed.
+        """
+        shapes = [list(p.shape) for p in self.params.values()]
+        planned = [plan.examples, plan.batch_size, plan.steps, plan.noise_multiplier, plan.sampling]
+        clip = {name: value for name, value in self._clip.items() if name != "groups"}
+        return repr([shapes, planned, clip, [_settings(group) for group in self._optimizer.param_groups]])
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Learning rate and the like, as they were before a scheduler changed them."""
+    found = {name: value for name, value in group.items() if isinstance(value, (bool, int, float, str, tuple))}
+    found.pop("initial_lr", None)
+    rate = group.get("initial_lr", group.get("lr"))
+    return {**found, "lr": None if rate is None else float(rate)}
 
 
 def trainable(model: nn.Module) -> dict[str, Tensor]:

@@ -2,65 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import secrets
 from pathlib import Path
-from typing import Any, BinaryIO
 
+from .accounts import Accounts
 from .errors import PrivacyError
+from .journal import Journal
 from .plan import Plan
-
-
-class Journal:
-    """An append-only file: a header that names the run, and a line for every step, on disk before its release.
-
-    A line that was torn by a crash counts as a step.
-    """
-
-    def __init__(self, path: Path, header: dict[str, Any], lines: list[str]) -> None:
-        self.path, self.header, self._lines = path, header, lines
-
-    @classmethod
-    def begin(cls, path: Path, header: dict[str, Any]) -> Journal:
-        """A new file; it must not exist."""
-        with path.open("xb") as file:
-            _write(file, json.dumps(header))
-        sync_directory(path.parent)
-        return cls(path, header, [])
-
-    @classmethod
-    def read(cls, path: Path) -> Journal:
-        """A file of an earlier process; a torn last line is closed, so that the next one starts afresh."""
-        data = path.read_bytes()
-        first, *lines = data.decode(errors="replace").split("\n")
-        try:
-            header = json.loads(first)
-        except json.JSONDecodeError as error:
-            raise PrivacyError(f"{path} is not the journal of a private run: {error}") from error
-        if lines and lines[-1]:
-            with path.open("ab") as file:
-                _write(file, "")
-        return cls(path, header, [line for line in lines if line])
-
-    def add(self, opens_pass: bool) -> None:
-        """One more step; returns when it is on disk."""
-        line = "pass" if opens_pass else "step"
-        with self.path.open("r+b") as file:  # not "ab", which would begin a lost file anew
-            file.seek(0, os.SEEK_END)
-            _write(file, line)
-        self._lines.append(line)
-
-    @property
-    def steps(self) -> int:
-        """What was counted when the journal began, and every line since."""
-        return int(self.header["steps"]) + len(self._lines)
-
-    @property
-    def passes(self) -> int:
-        """Passes over shuffled data; a torn line counts as one."""
-        return int(self.header["passes"]) + sum(line != "step" for line in self._lines)
 
 
 class Ledger:
@@ -71,8 +20,15 @@ class Ledger:
         self.run = secrets.token_hex(8)
         self.journal: Journal | None = None
 
+    @property
+    def accounts(self) -> Accounts:
+        """As they are to be written down."""
+        return Accounts(self.run, self.plan.as_dict(), self.steps, self.passes)
+
     def account(self, opens_pass: bool) -> None:
         """Count a step that is about to be released."""
+        if self.journal is not None:
+            self.advance(self.journal.steps, self.journal.passes)
         if self.steps >= self.plan.length or (opens_pass and not self.left):
             raise PrivacyError(
                 f"the plan is used up: {self.steps} of {self.plan.length} steps are done, and epsilon "
@@ -101,33 +57,43 @@ class Ledger:
 
     def begin_journal(self, path: Path) -> None:
         """From now on, write every step down first."""
-        header = {"run": self.run, "plan": self.plan.as_dict(), "steps": self.steps, "passes": self.passes}
-        self.journal = Journal.begin(path, header)
+        self.journal = Journal.begin(path, self.accounts)
 
-    def follow(self, journal: Journal) -> None:
-        """Go on with the journal of an earlier process."""
-        wrong = self.plan.differences(journal.header["plan"])
+    def follow(self, path: Path, known: Accounts | None = None) -> None:
+        """Go on with the journal of an earlier process, which must have seen all that is ``known`` to be spent.
+
+        Everything is checked before the file is claimed, and nothing is written.
+        """
+        if not path.exists():
+            raise PrivacyError(
+                f"the journal {path} is missing, and with it what was spent after the file was written: put it back, "
+                f"or say where it is by dp.Private(..., journal=...)"
+            )
+        journal = Journal.read(path)
+        wrong = self.plan.differences(journal.header.plan)
         if wrong:
             raise PrivacyError(f"{journal.path} is the journal of a run with another plan: {'; '.join(wrong)}")
-        self.run, self.journal = journal.header["run"], journal
+        if known is not None:
+            self._compare(journal, known)
+        journal.claim()
+        self.run, self.journal = journal.header.run, journal
         self.advance(journal.steps, journal.passes)
+
+    def read_again(self, known: Accounts) -> None:
+        """Take up the journal as it is now, if there is one: it may count a step that failed, too."""
+        if self.journal is not None:
+            self.follow(self.journal.path, known)
+
+    def _compare(self, journal: Journal, known: Accounts) -> None:
+        if journal.header.run != known.run:
+            raise PrivacyError(f"the journal {journal.path} is not that of the run {known.run} in this state")
+        least = known if self.run != known.run or known.steps > self.steps else self.accounts
+        if journal.steps < least.steps or journal.passes < least.passes:
+            raise PrivacyError(
+                f"the journal {journal.path} counts {journal.steps} steps, but {least.steps} were made: it was cut, or "
+                f"is an old copy, and what was spent since is lost. Put back the whole file"
+            )
 
     def advance(self, steps: int, passes: int) -> None:
         """Count at least so many."""
         self.steps, self.passes = max(self.steps, steps), max(self.passes, passes)
-
-
-def _write(file: BinaryIO, line: str) -> None:
-    """A line, on disk when this returns."""
-    file.write(f"{line}\n".encode())
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def sync_directory(path: Path) -> None:
-    """So that the name of a new file is on disk, too."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from .accounting import ACCOUNTANTS, Accountant, epsilon
-from .solve import least_noise, most_steps
+from .solve import CLOSE, least_noise, most_steps
 
 Sampling = Literal["poisson", "shuffled"]
 
 _MOST_STEPS = 10_000_000
+_ROUNDING = 1e-6  # by how much an epsilon may be larger elsewhere, relatively, for the same noise and steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,7 @@ class Plan:
     noise_multiplier: float | None = None
     accountant: Accountant = "pld"
     sampling: Sampling = "poisson"
+    solved: str | None = field(default=None, init=False, repr=False, compare=False)  # the name of what was left out
 
     def __post_init__(self) -> None:
         self._check()
@@ -67,6 +69,7 @@ class Plan:
             self._check_promise()
         for name in missing:
             getattr(self, f"_solve_{name}")()
+            self._set("solved", name)
         self._set("epochs", self.length / self.steps_per_epoch)
 
     def _check(self) -> None:
@@ -191,13 +194,19 @@ class Plan:
         return asdict(self)
 
     def differences(self, other: dict[str, Any]) -> list[str]:
-        """Where another plan, as a dict, is not this one."""
+        """Where another plan, as a dict, promises something else than this one, or was kept in another way.
+
+        What was given has to be the same. What was solved for may differ as much as solving does from one machine or
+        version of the accounting to another, as long as this plan's value neither spends more than the other promised,
+        nor counts less than its steps have spent.
+        """
         own = self.as_dict()
-        return [
-            f"{f.name}={other.get(f.name)!r} instead of {own[f.name]!r}"
-            for f in fields(self)
-            if other.get(f.name) != own[f.name]
-        ]
+        names = [f.name for f in fields(self) if f.name not in ("solved", "epochs")]  # epochs follow from steps
+        wrong = [name for name in names if isinstance(other.get(name), bool) or other.get(name) != own[name]]
+        if wrong == [self.solved] == [other.get("solved")] and _close(wrong[0], own[wrong[0]], other[wrong[0]]):
+            return []
+        remedy = " (solved for: to keep the old value, give it with the other two)" if wrong == [self.solved] else ""
+        return [f"{name}={other.get(name)!r} instead of {own[name]!r}{remedy}" for name in wrong]
 
     def __str__(self) -> str:
         how = {
@@ -215,6 +224,17 @@ class Plan:
                 f"one example {neighbours})"
             )
         return f"{self.length} steps ({self.epochs:.4g} epochs) {sampled}\nnoise multiplier {self.noise:.5g}\n{promise}"
+
+
+def _close(name: str, own: float, other: object) -> bool:
+    """Whether a solved value may stand for another, with which a part of the steps was made.
+
+    With fewer steps less is spent; less noise is what all steps are accounted with, and was solved to keep the promise.
+    """
+    if not isinstance(other, (int, float)) or not math.isfinite(other):
+        return False
+    above = _ROUNDING if name == "epsilon" else 0.0
+    return other * (1 - CLOSE) - (name == "steps") <= own <= other * (1 + above)
 
 
 def _rounded_up(value: float) -> float:

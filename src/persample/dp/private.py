@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from os import PathLike
 from typing import Any
 
@@ -14,6 +14,7 @@ from ..api import check_losses
 from ..reductions import ClippedSum
 from ..reductions.exact import ExactClippedSum
 from .binding import Binding, is_older, mark, trainable
+from .books import Books
 from .clips import Clip, clipper
 from .errors import PrivacyError
 from .fingerprints import alike
@@ -23,10 +24,11 @@ from .ledger import Ledger
 from .noise import Scale, add_noise
 from .plan import Plan
 from .records import Spent, Step
+from .releases import Copied, Releases
 from .runs import RUNS, warn_of
 from .sampling import Part, Sampler, check_data, loader, most_samples
 from .sources import make_source
-from .state import Checkpoint, follow_journal, open_journal, read, write
+from .state import Checkpoint, load, read
 from .steady import Steady
 from .sums import Sums, Whole
 from .team import Team
@@ -45,7 +47,7 @@ class Private:
     >>> model = torch.nn.Linear(5, 3)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> plan = dp.Plan(examples=100, batch_size=10, epochs=2, noise_multiplier=1.0, delta=1e-3, accountant="rdp")
-    >>> private = dp.Private(model, optimizer, plan, clip=ps.ClippedSum(1.0), seed=0)
+    >>> private = dp.Private(model, optimizer, plan, clip=ps.ClippedSum(1.0))
     >>> for x, y in private.batches(data):
     ...     step = private.step(F.cross_entropy(model(x), y, reduction="none"))
     >>> print(private.spent())
@@ -58,11 +60,12 @@ class Private:
         plan: a `Plan`.
         clip: a ``ps.ClippedSum``, flat, per group or automatic, or an `AdaptiveClip`.
         secure: draw samples and noise from the operating system's generator.
-        seed: make samples and noise reproducible; then they are as secret as the seed.
+        seed: for tests: draw the same samples and noise in every run that is set up alike, whatever its data; then they
+            are as secret as the seed, and the difference of two such runs has no noise.
         check_every: after the first two steps, how often to re-run sub-batches in search of samples that interact;
             0 for never.
         journal: a file to which every step is written before it is released. If it exists, the run goes on: what it
-            counts is spent.
+            counts is spent. One run keeps it at a time.
         team: the processes that train together. By default all of ``torch.distributed``'s default group, if it is
             initialised: `Shards` for a model of FSDP2, else `Replicas`; and one alone if not (``dp.Team()``).
     """
@@ -88,8 +91,8 @@ class Private:
         self._clip = ClippedSum(1.0) if clip is None else clip
         self._clipper = clipper(self._clip, params, plan)
         self._binding = Binding(model, optimizer, self._clipper)
-        self._source = make_source(secure, seed, self._team.agree)
-        self._ledger = Ledger(plan)
+        self._source = make_source(secure, seed, self._team.agree, self._binding.setup(plan))
+        self._ledger, self._releases = Ledger(plan), Releases()
         self._guard = Guard(model, check_every if self._team.reruns else 0)
         self._steady = Steady(model)
         self._gradients = Gradients(self, model, optimizer, params, after_step=self._after_step)
@@ -99,22 +102,13 @@ class Private:
         self._warned = False  # of earlier runs
         self._calls = 0  # of batches()
         self.dropped = 0  # samples that were not finite, in all steps
-        self._open(journal)
-
-    def _open(self, journal: str | PathLike[str] | None) -> None:
-        """The first process keeps the journal, and tells the others what it says."""
-        ledger, went_on = self._ledger, False
-        if journal is not None and self._team.rank == 0:
-            went_on = open_journal(ledger, journal)
-        if self._tell_accounts(went_on):
+        self._books = Books(self._ledger, self._clipper, self._team)
+        if self._books.open(journal):
             self._renew()
 
-    def _tell_accounts(self, went_on: bool) -> bool:
-        """The first process's accounts, in all of them."""
-        ledger = self._ledger
-        told = self._team.agree(json.dumps([went_on, ledger.run, ledger.steps, ledger.passes]).encode())
-        went_on, ledger.run, ledger.steps, ledger.passes = json.loads(told)
-        return went_on
+    def __reduce_ex__(self, _: object) -> tuple[type, tuple[()]]:
+        """Copies and pickles hold no more than a word about it: a run is one."""
+        return Copied, ()
 
     @property
     def plan(self) -> Plan:
@@ -165,6 +159,7 @@ class Private:
             options: as for a ``DataLoader``.
         """
         self._world.check()
+        self._releases.check()
         check_data(data, self.plan)
         for name, value in (("physical_batch_size", physical_batch_size), ("steps", steps)):
             if value is not None and (not isinstance(value, int) or value < 1):
@@ -187,6 +182,7 @@ class Private:
         self._check_turn(call)
 
     def _check_turn(self, call: int) -> None:
+        self._releases.check()
         if call != self._calls:
             raise PrivacyError("batches was called again since: the earlier loop cannot go on")
         if self._part is not None:
@@ -227,10 +223,22 @@ class Private:
 
         ``p.grad`` is overwritten, and only if the record returned says ``updated``.
         """
-        with self._team.together(lambda: alike(self._binding.params, self._optimizer)):
+        with self._together():
             return self._backward(losses)
 
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """An error in one process is one in all of them: others may have counted the step."""
+        try:
+            with self._team.together(lambda: alike(self._binding.params, self._optimizer)):
+                yield
+        except BaseException:
+            if self._team.size > 1:
+                self._releases.stop()
+            raise
+
     def _backward(self, losses: Tensor) -> Step:
+        self._releases.check()
         part = self._part
         if part is None:
             raise PrivacyError("no batch waits for a step: losses must come from a batch of private.batches, once each")
@@ -258,7 +266,9 @@ class Private:
         if padding == len(losses) and not self._team.lockstep:
             return 0.0, 0
         found = self._team.clipped(losses, self._binding.params, self._exactly(padding))
-        clipped, dropped = self._sums.add(found, self._clipper.count(found.asked)), len(found.clipping.dropped)
+        count, dropped = self._clipper.count(found.asked), len(found.clipping.dropped)
+        self._part = None  # first: what may have been added must not be added again
+        clipped = self._sums.add(found, count)
         if self._sums.are_empty:
             raise PrivacyError(
                 "the losses depend on none of the trainable parameters: compute them with the model that dp.Private "
@@ -271,28 +281,30 @@ class Private:
         return ExactClippedSum(self._clipper.reduction(), most_samples(self.plan), padding)
 
     def _release(self, part: Part) -> None:
-        """Account, then add noise and write ``p.grad``."""
+        """Account, then add noise and write ``p.grad``: all of it, or nothing more until the run is resumed."""
         params, counted_in = self._binding.params, self._clipper.counted_in
-        sums = self._sums.take(self._exactly().units_for(params), counted_in)
-        self._ledger.account(part.opens_pass)
-        scale = Scale(
-            sensitivity=self._clipper.sensitivity() * self.plan.contributions,
-            noise_multiplier=self.plan.noise,
-            size=sum(p.numel() * (2 if p.is_complex() else 1) for p in params.values()) + (counted_in is not None),
-        )
+        with self._releases.one() as number:
+            sums = self._sums.take(self._exactly().units_for(params), counted_in)
+            with self._team.accounting():
+                self._ledger.account(part.opens_pass)
+            scale = Scale(
+                sensitivity=self._clipper.sensitivity() * self.plan.contributions,
+                noise_multiplier=self.plan.noise,
+                size=sum(p.numel() * (2 if p.is_complex() else 1) for p in params.values()) + (counted_in is not None),
+            )
 
-        def noisy(sums: Sequence[Whole], stream: int = 0) -> list[Tensor]:
-            found = [whole.on_grid(scale.grid if self.plan.noise else None) for whole in sums]
-            add_noise(found, scale, self._source, part.step, stream)
-            return found
+            def noisy(sums: Sequence[Whole], stream: int = 0) -> list[Tensor]:
+                found = [whole.on_grid(scale.grid if self.plan.noise else None) for whole in sums]
+                add_noise(found, scale, self._source, number, stream)
+                return found
 
-        released = self._team.release(sums, noisy)
-        if counted_in is not None:
-            self._clipper.follow(released.pop())
-        self._gradients.released()
-        self._steady.released()
-        for p, total in zip(params.values(), released, strict=True):
-            self._team.give(p, total.div_(self.plan.batch_size))
+            released = self._team.release(sums, noisy)
+            if counted_in is not None:
+                self._clipper.follow(released.pop())
+            self._gradients.released()
+            self._steady.released()
+            for p, total in zip(params.values(), released, strict=True):
+                self._team.give(p, total.div_(self.plan.batch_size))
 
     def state_dict(self) -> dict[str, Any]:
         """The accounts, and what they are bound to: numbers, strings, lists and dicts, no tensors.
@@ -305,23 +317,19 @@ class Private:
         """Go on from a state: what it has spent is spent, and no noise of before is drawn again."""
         checkpoint = Checkpoint.from_dict(state)
         checkpoint.check(self._ledger, self._binding)
-        self._load(checkpoint)
-
-    def _load(self, checkpoint: Checkpoint) -> None:
-        self._ledger.run = checkpoint.run
-        self._ledger.advance(checkpoint.steps, checkpoint.passes)
-        if checkpoint.bound is not None:
-            self._clipper.bound = checkpoint.bound
+        self._books.take_up(checkpoint)
         self.dropped = max(self.dropped, checkpoint.dropped)
         self._renew()
 
     def _renew(self) -> None:
         """Random numbers that no earlier process has seen, and no half of a batch."""
+        self._releases.stop()  # until all processes agree
         self._source.renew()
         self._source.nonce = self._team.agree(self._source.nonce)
         self._calls += 1
         self._part = None
         self._sums.clear()
+        self._releases.renew()
 
     def save(self, path: str | PathLike[str]) -> None:
         """Model, optimizer and accounts in one safetensors file, which is replaced as a whole or not at all.
@@ -330,16 +338,14 @@ class Private:
         released, and count when the run is resumed from this file or an earlier one.
         """
         states = self._team.states(self._model, self._optimizer)
-        if self._team.rank == 0:
-            write(path, self._ledger, self.state_dict(), states)
-        self._team.agree(b"saved")
+        self._books.save(path, self.state_dict(), states)
 
     def resume(self, path: str | PathLike[str]) -> None:
         """Load what `save` has written into the model, the optimizer and these accounts, and what the journal says."""
         checkpoint, journal, states = read(path)
         checkpoint.check(self._ledger, self._binding)
-        if self._team.rank == 0:
-            follow_journal(self._ledger, journal, checkpoint.run)
-        self._tell_accounts(False)
-        self._team.load_states(self._model, self._optimizer, states)
-        self._load(checkpoint)
+        self._books.resume(path, journal, checkpoint)
+        self._releases.stop()  # until all of it is loaded
+        load(path, lambda found: self._team.load_states(self._model, self._optimizer, found), states)
+        self.dropped = max(self.dropped, checkpoint.dropped)
+        self._renew()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 _TRIES = 60
 _MOST_NOISE = 2.0**16  # beyond that, a step's loss is lost in the accountants' rounding errors
-_CLOSE = 1e-3  # how close to the best noise is close enough, relatively
+CLOSE = 1e-3  # how close to the best noise is close enough, relatively
 
 
 def least_noise(epsilon_of: Callable[[float], float], epsilon: float) -> float | None:
@@ -28,7 +28,7 @@ def least_noise(epsilon_of: Callable[[float], float], epsilon: float) -> float |
         else:
             high /= 2
     for _ in range(_TRIES):
-        if high <= low * (1 + _CLOSE):
+        if high <= low * (1 + CLOSE):
             break
         middle = _between(low, high, epsilon_of, epsilon)
         if epsilon_of(middle) <= epsilon:
@@ -46,7 +46,7 @@ def _between(low: float, high: float, epsilon_of: Callable[[float], float], epsi
         share = math.log(above / epsilon) / math.log(above / below)
     width = math.log(high / low)
     # A little beyond the meeting point, towards more noise: the next interval is then short.
-    return low * math.exp(width * min(max(share + 0.3 * _CLOSE / width, 0.05), 0.95))
+    return low * math.exp(width * min(max(share + 0.3 * CLOSE / width, 0.05), 0.95))
 
 
 def most_steps(epsilon_of: Callable[[int], float], epsilon: float, limit: int) -> int:
@@ -60,7 +60,7 @@ def most_steps(epsilon_of: Callable[[int], float], epsilon: float, limit: int) -
         if good >= limit:
             return limit
     bad = min(bad, limit + 1)
-    while bad - good > max(1, good * _CLOSE):
+    while bad - good > max(1, good * CLOSE):
         middle = min(max(round(_root(good, bad, epsilon_of, epsilon)), good + 1), bad - 1)
         if epsilon_of(middle) <= epsilon:
             good = middle
@@ -76,4 +76,4 @@ def _root(good: int, bad: int, epsilon_of: Callable[[int], float], epsilon: floa
     if math.isfinite(above) and below > 0:
         share = math.log(epsilon / below) / math.log(above / below)
     width = math.log(bad / good)
-    return good * math.exp(width * min(max(share - 0.3 * _CLOSE / width, 0.05), 0.95))
+    return good * math.exp(width * min(max(share - 0.3 * CLOSE / width, 0.05), 0.95))

@@ -19,9 +19,9 @@ _UNIT = 2.0**-53
 
 
 class Source(ABC):
-    """Draws that are named by what they are for and the number of the step, and never made twice.
+    """Draws that are named by what they are for, and the number of the step or release, which the caller gives once.
 
-    Draws of the same step are the same in every process that shares `secret`; a fresh ``nonce`` makes all of them new.
+    Draws of the same name are the same in every process that shares `secret`; a fresh ``nonce`` makes all of them new.
     """
 
     nonce: bytes = b""
@@ -36,8 +36,8 @@ class Source(ABC):
         """(count,) uniform in [0, 1), which decide who is in the batch of a step."""
 
     @abstractmethod
-    def normals(self, step: int, block: int, out: Numbers) -> None:
-        """Fill with a block of the standard normal noise of a step."""
+    def normals(self, number: int, block: int, out: Numbers) -> None:
+        """Fill with a block of the standard normal noise of a release."""
 
     def renew(self) -> None:
         """Make everything that is drawn from now on new, whatever was drawn by an earlier process."""
@@ -45,26 +45,36 @@ class Source(ABC):
 
 
 class Seeded(Source):
-    """Fast, and the same for the same seed: for trials, and where nobody can learn the seed or guess its stream."""
+    """Fast, and the same for the same seed: for trials, and where nobody can learn the seed or guess its stream.
 
-    def __init__(self, seed: int | None) -> None:
-        self._seed = secrets.randbits(128) if seed is None else seed
+    ``run`` describes what is drawn for: runs that are set up in different ways share nothing, whatever their seed.
+    """
+
+    def __init__(self, seed: int | None, run: str = "") -> None:
+        self._key = secrets.token_bytes(32) if seed is None else hashlib.sha256(f"{seed} {run}".encode()).digest()
+
+    @classmethod
+    def keyed(cls, key: bytes) -> Seeded:
+        """With the secret of another."""
+        found = cls(None)
+        found._key = key
+        return found
 
     @property
     def secret(self) -> bytes:
-        return self._seed.to_bytes(32, "little")
+        return self._key
 
-    def _generator(self, purpose: int, step: int, block: int = 0) -> np.random.Generator:
+    def _generator(self, purpose: int, number: int, block: int = 0) -> np.random.Generator:
         # 128-bit keys: torch.Generator would keep 32 bits of them, and steps would share streams sooner or later.
-        words = [self._seed, int.from_bytes(self.nonce, "little"), purpose, step, block]
+        words = [self._key, self.nonce, purpose, number, block]
         digest = hashlib.sha256(repr(words).encode()).digest()
         return np.random.Generator(np.random.SFC64(np.random.SeedSequence(int.from_bytes(digest, "little"))))
 
     def uniforms(self, step: int, count: int) -> Numbers:
         return self._generator(_SAMPLING, step).random(count)
 
-    def normals(self, step: int, block: int, out: Numbers) -> None:
-        self._generator(_NOISE, step, block).standard_normal(out=out)
+    def normals(self, number: int, block: int, out: Numbers) -> None:
+        self._generator(_NOISE, number, block).standard_normal(out=out)
 
 
 class Secure(Source):
@@ -81,7 +91,7 @@ class Secure(Source):
         stream = hashlib.shake_256(self._key + self.nonce + step.to_bytes(8, "little"))
         return _integers(stream.digest(8 * count)) * _UNIT
 
-    def normals(self, step: int, block: int, out: Numbers) -> None:
+    def normals(self, number: int, block: int, out: Numbers) -> None:
         half = (len(out) + 1) // 2
         u = _integers(os.urandom(16 * half))
         u += 0.5  # never 0, never 1
@@ -100,7 +110,7 @@ def _integers(data: bytes) -> Numbers:
     return (np.frombuffer(data, dtype="<u8") >> np.uint64(11)).astype(np.float64)
 
 
-def make_source(secure: bool, seed: int | None, agree: Callable[[bytes], bytes]) -> Source:
+def make_source(secure: bool, seed: int | None, agree: Callable[[bytes], bytes], run: str = "") -> Source:
     """The source that was asked for, with a secret on which all processes agree."""
     if secure and seed is not None:
         raise ValueError("secure=True has no seed: noise that can be drawn again can be taken away again")
@@ -108,4 +118,4 @@ def make_source(secure: bool, seed: int | None, agree: Callable[[bytes], bytes])
         raise ValueError(f"seed must be an integer from 0 to 2**128 - 1, not {seed!r}")
     if secure:
         return Secure(agree(Secure().secret))
-    return Seeded(int.from_bytes(agree(Seeded(seed).secret), "little"))
+    return Seeded.keyed(agree(Seeded(seed, run).secret))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
 from importlib import import_module
 from os import PathLike
 from pathlib import Path
@@ -12,9 +13,11 @@ from typing import Any
 
 from torch import Tensor
 
+from .accounts import Accounts, check_accounts, is_count, is_positive
 from .binding import Binding
 from .errors import PrivacyError
-from .ledger import Journal, Ledger, sync_directory
+from .journal import Journal, sync_directory
+from .ledger import Ledger
 
 _VERSION = 1
 
@@ -34,18 +37,30 @@ class Checkpoint:
 
     @classmethod
     def of(cls, ledger: Ledger, binding: Binding, bound: float | None, dropped: int) -> Checkpoint:
-        plan, bindings = ledger.plan.as_dict(), binding.describe()
-        return cls(_VERSION, ledger.run, ledger.steps, ledger.passes, dropped, bound, plan, bindings)
+        found = ledger.accounts
+        return cls(_VERSION, found.run, found.steps, found.passes, dropped, bound, found.plan, binding.describe())
 
     @classmethod
     def from_dict(cls, state: dict[str, Any]) -> Checkpoint:
         """Refuses what is no state of this version."""
         if not isinstance(state, dict) or state.get("version") != _VERSION:
             raise ValueError(f"this is no state of private training of version {_VERSION}: {str(state)[:80]}")
+        check_accounts(state, [f.name for f in fields(cls)])
+        dropped, bound, bindings = state["dropped"], state["bound"], state["bindings"]
+        if not is_count(dropped) or not isinstance(bindings, dict) or not (bound is None or is_positive(bound)):
+            raise ValueError(
+                f"the state of private training is damaged: it says dropped {str(dropped)[:80]!r}, bound "
+                f"{str(bound)[:80]!r} and bindings {str(bindings)[:80]}"
+            )
         return cls(**state)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    @property
+    def accounts(self) -> Accounts:
+        """The part that a journal has, too."""
+        return Accounts(self.run, self.plan, self.steps, self.passes)
 
     def check(self, ledger: Ledger, binding: Binding) -> None:
         """Refuse, by name, if this is the state of another run."""
@@ -57,15 +72,18 @@ class Checkpoint:
             raise PrivacyError(
                 f"this is the state of another run, for which the accounts would not hold: {'; '.join(wrong)}"
             )
-        if ledger.journal is not None and ledger.journal.header["run"] != self.run:
-            raise PrivacyError(f"the journal {ledger.journal.path} is not that of the run {self.run} in this state")
+        if ledger.steps and ledger.run != self.run:
+            raise PrivacyError(
+                f"this dp.Private has made {ledger.steps} steps of a run of its own, which the accounts of another do "
+                f"not have: load them into a new dp.Private"
+            )
 
 
 def open_journal(ledger: Ledger, path: str | PathLike[str]) -> bool:
     """Go on with a journal, or begin one; whether there was one."""
     path = Path(path)
     if path.exists():
-        ledger.follow(Journal.read(path))
+        ledger.follow(path)
         return True
     ledger.begin_journal(path)
     return False
@@ -74,51 +92,76 @@ def open_journal(ledger: Ledger, path: str | PathLike[str]) -> bool:
 def write(path: str | PathLike[str], ledger: Ledger, state: dict[str, Any], states: dict[str, Any]) -> None:
     """Accounts and the states of model and optimizer in one file, which replaces an earlier one or leaves it whole."""
     path = Path(path)
-    if ledger.journal is None:
-        beside = path.with_name(path.name + ".journal")
-        if beside.exists():
-            raise PrivacyError(
-                f"{beside} is the journal of another run: resume that run from {path}, or save this one elsewhere"
-            )
-        ledger.begin_journal(beside)
-    assert ledger.journal is not None
+    beside = path.with_name(path.name + ".journal")
+    if ledger.journal is None and beside.exists():
+        _take_up_or_remove(beside, path, ledger)
     tensors: dict[str, Tensor] = {}
     tree = _packed(states, "", tensors)
-    journal = os.path.relpath(ledger.journal.path, path.parent)
+    journal = os.path.relpath(beside if ledger.journal is None else ledger.journal.path, path.parent)
     metadata = {"persample": json.dumps({"state": state, "journal": journal, "tree": tree})}
     scratch = path.with_name(path.name + ".new")
     _safetensors().save_file(tensors, scratch, metadata)
     with scratch.open("rb+") as file:
         os.fsync(file.fileno())
+    if ledger.journal is None:
+        ledger.begin_journal(beside)  # as late as can be: a journal without its file is in the way of the next save
     scratch.replace(path)
     sync_directory(path.parent)
 
 
-def read(path: str | PathLike[str]) -> tuple[Checkpoint, Path, dict[str, Any]]:
-    """The accounts, where the journal is, and the states of model and optimizer."""
-    path = Path(path)
+def _take_up_or_remove(journal: Path, path: Path, ledger: Ledger) -> None:
+    """Of this run, or of one that was ended between beginning it and its first file, with nothing to tell."""
+    found = Journal.read(journal)
+    if found.header.run == ledger.run:
+        ledger.follow(journal, ledger.accounts)
+        return
+    if path.exists() or found.steps:
+        raise PrivacyError(
+            f"{journal} is the journal of another run, which has spent {found.steps} steps: go on with it by "
+            f"private.resume({str(path)!r}) or dp.Private(..., journal={str(journal)!r}), or save this run elsewhere"
+        )
+    found.claim()
+    journal.unlink()
+
+
+def read(path: str | PathLike[str]) -> tuple[Checkpoint, str, dict[str, Any]]:
+    """The accounts, the name of the journal, and the states of model and optimizer."""
     _safetensors()
-    with import_module("safetensors").safe_open(path, framework="pt") as file:
-        metadata = (file.metadata() or {}).get("persample")
-        if metadata is None:
-            raise ValueError(f"{path} was not written by private.save")
-        found = json.loads(metadata)
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-    return Checkpoint.from_dict(found["state"]), path.parent / found["journal"], _unpacked(found["tree"], tensors)
+    safetensors = import_module("safetensors")
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            found = json.loads((file.metadata() or {})["persample"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+        journal, states = found["journal"], _unpacked(found["tree"], tensors)
+        if not isinstance(journal, str) or set(states) != {"model", "optimizer"}:
+            raise ValueError(f"journal {str(journal)[:80]!r}, states of {str(list(states))[:80]}")
+        return Checkpoint.from_dict(found["state"]), journal, states
+    except (safetensors.SafetensorError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} was not written by private.save, or is damaged: {error!r}") from error
 
 
-def follow_journal(ledger: Ledger, path: Path, run: str) -> None:
+def load(path: str | PathLike[str], load_states: Callable[[dict[str, Any]], None], states: dict[str, Any]) -> None:
+    """Load what was read, and say where it is from if it does not fit."""
+    try:
+        load_states(states)
+    except PrivacyError:
+        raise
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} does not fit this model and optimizer: {error!r}") from error
+
+
+def follow_journal(ledger: Ledger, path: str | PathLike[str], journal: str, known: Accounts) -> None:
     """Count what happened after the file was written, too."""
-    if ledger.journal is None:
-        if not path.exists():
-            raise PrivacyError(
-                f"the journal {path} is missing, and with it what was spent after the file was written: put it back, "
-                f"or say where it is by dp.Private(..., journal=...)"
-            )
-        ledger.follow(Journal.read(path))
-    assert ledger.journal is not None
-    if ledger.journal.header["run"] != run:
-        raise PrivacyError(f"the journal {ledger.journal.path} is not that of the run {run} in this file")
+    if ledger.journal is not None:  # the user has said where it is
+        ledger.read_again(known)
+        return
+    named = Path(journal)
+    if named.is_absolute() or named.drive or ".." in named.parts or "\0" in journal:
+        raise PrivacyError(
+            f"{path} names a journal in another folder, {journal!r}, and whoever has written it may have named any: if "
+            f"it is the right one, say so by dp.Private(..., journal=...)"
+        )
+    ledger.follow(Path(path).parent / named, known)
 
 
 def _packed(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
@@ -148,7 +191,9 @@ def _unpacked(tree: Any, tensors: dict[str, Tensor]) -> Any:
     if kind in ("list", "tuple"):
         items = [_unpacked(item, tensors) for item in value]
         return items if kind == "list" else tuple(items)
-    return value
+    if kind == "value":
+        return value
+    raise ValueError(f"a file has no {kind!r}")
 
 
 def _safetensors() -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from ..reduce import reduce
 from ..reductions.exact import ExactClippedSum, ExactSums
+from .errors import PrivacyError
 from .sums import Clipped, Whole
 
 Parts = list[tuple[list[int], int]]
@@ -41,8 +43,28 @@ class Team:
         """The first process's value, in all of them: keys and nonces of random numbers."""
         return value
 
+    def by_first(self, do: Callable[[], Any]) -> Any:
+        """Done by the first process alone: what it returns, which must be JSON, or its error, in all of them."""
+        failed: Exception | None = None
+        said: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                said[0] = do()
+            except Exception as error:
+                failed, said[1] = error, str(error)
+        found, wrong = json.loads(self.agree(json.dumps(said).encode()))
+        if failed is not None:
+            raise failed
+        if wrong is not None:
+            raise PrivacyError(f"the first process says: {wrong}")
+        return found
+
     def together(self, alike: Alike) -> AbstractContextManager[None]:
         """Around what may fail in one process, while others wait for it in `release`, which looks what is alike."""
+        return nullcontext()
+
+    def accounting(self) -> AbstractContextManager[None]:
+        """Around writing a step down: where it fails in one process, no other may go on to `release`."""
         return nullcontext()
 
     def parts(self, samples: list[int], physical: int | None) -> Parts:

@@ -170,6 +170,21 @@ class Shards(Several):
             raise NonFiniteError(bad, len(losses), elsewhere)
         return _Scattered(found, params, self._ranks)
 
+    @contextmanager
+    def accounting(self) -> Iterator[None]:
+        failed = 1
+        try:
+            yield
+            failed = 0
+        finally:
+            with self._all_there():
+                failed = self._ranks.count([failed], self._device)[0]
+        if failed:
+            raise PrivacyError(
+                f"{failed} of {self.size} processes could not account for this step, and say why themselves: nothing "
+                f"was released. Resume from the last private.save"
+            )
+
     def release(self, sums: Sequence[Whole], add_noise: AddNoise) -> list[Tensor]:
         self._meet()
         own = len(self._params)
@@ -185,17 +200,18 @@ class Shards(Several):
         return {"model": weights, "optimizer": inner}
 
     def load_states(self, model: nn.Module, optimizer: torch.optim.Optimizer, states: dict[str, Any]) -> None:
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
+        from torch.distributed.checkpoint import state_dict as states_of
 
-        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        whole = states_of.StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights, inner = states["model"], states["optimizer"]
         with self._all_there():
-            set_state_dict(
-                model,
-                optimizer,
-                model_state_dict=states["model"],
-                optim_state_dict=states["optimizer"],
-                options=whole,
-            )
+            states_of.set_model_state_dict(model, weights, options=whole)
+            if inner["state"]:
+                states_of.set_optimizer_state_dict(model, optimizer, inner, options=whole)
+        if not inner["state"]:  # of plain SGD, for which PyTorch has no answer: there is nothing to distribute
+            own = optimizer.state_dict()["param_groups"]
+            groups = [{**g, "params": o["params"]} for g, o in zip(inner["param_groups"], own, strict=True)]
+            optimizer.load_state_dict({"state": {}, "param_groups": groups})
 
 
 @dataclass(frozen=True)
