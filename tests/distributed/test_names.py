@@ -29,7 +29,7 @@ from tests.graph.versions import TESTED, VERSION
             _fsdp_param_group.FSDPParamGroup,
         ),
         ("post_forward_order", _fsdp_param_group.FSDPCommContext),
-        ("sharded_param _unsharded_param mp_policy", _fsdp_param.FSDPParam),
+        ("sharded_param _unsharded_param", _fsdp_param.FSDPParam),
         ("unshard( reshard( _get_fsdp_state(", _fully_shard),
         ("_module_state_mapping", _composable_state),
         ("ctx.param_group post_backward", _fsdp_param_group.RegisterPostBackwardFunction),

@@ -2,14 +2,13 @@
 
 from .accumulate import accumulate
 from .ranks import Ranks
-from .shards import Leaves, computes_in, is_sharded, like_shard, own_part, owners
+from .shards import Leaves, is_sharded, like_shard, own_part, owners
 from .wrappers import undisturbed
 
 __all__ = [
     "Leaves",
     "Ranks",
     "accumulate",
-    "computes_in",
     "is_sharded",
     "like_shard",
     "own_part",

@@ -57,13 +57,6 @@ def owners(params: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     return {name: parts.get(id(p), p) for name, p in params.items()} if parts else params
 
 
-def computes_in(params: Mapping[str, Tensor]) -> set[Any]:
-    """The dtypes in which sharded parameters are used and their gradients added up, other than their own."""
-    members = [group for _, state in _states_of(params, (), ()) for group in _groups(state)]
-    policies = [one.mp_policy for group in members for one in group.fsdp_params]
-    return {d for policy in policies for d in (policy.param_dtype, policy.reduce_dtype)} - {None}
-
-
 def own_shard(p: Any, total: Tensor) -> Tensor:
     """This process's part of a full tensor that all ranks have, as a DTensor like a sharded parameter."""
     found: Tensor = _placed(p, total.to(p.dtype))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .._errors import NonFiniteError
-from ..distributed import Ranks, computes_in, is_sharded, like_shard, own_part
+from ..distributed import Ranks, is_sharded, like_shard, own_part
 from ..reduce import reduce
 from ..reductions import Clipping
 from ..reductions.exact import ExactClippedSum, ExactSums
@@ -283,12 +283,6 @@ def _check_shards(params: Mapping[str, Tensor]) -> None:
     meshes = {p.device_mesh for p in params.values()}  # type: ignore[attr-defined]
     if len(meshes) != 1 or next(iter(meshes)).ndim != 1:
         raise ValueError(f"a model has to be sharded over one mesh of one dim, but there are {list(meshes)}")
-    coarse = [dtype for dtype in computes_in(params) if dtype not in (torch.float32, torch.float64)]
-    if coarse:
-        raise ValueError(
-            f"FSDP's mixed precision computes gradients in {coarse}, too coarse for the sensitivity to hold: leave out "
-            f"its MixedPrecisionPolicy, and use torch.autocast"
-        )
 
 
 def _digest(params: Mapping[str, Tensor]) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import reduce
 
 import torch
@@ -221,7 +222,8 @@ class Sum(Factor):
     def exact(self, unit: Unit, space: Workspace) -> Exact:
         if self.rounds_written:
             return super().exact(unit, space)
-        return Several([term.exact(unit, space) for term in self.terms], self.norm_bounds(space))
+        long = replace(unit, dtype=torch.int64)
+        return Several([term.exact(long, space) for term in self.terms], self.norm_bounds(space), unit)
 
     def weighted_sum(self, weights: Tensor, space: Workspace | None = None) -> Tensor:
         total = self.terms[0].weighted_sum(weights, space)

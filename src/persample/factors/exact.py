@@ -177,14 +177,15 @@ class Listed(Exact):
     def totals(self, weights: Tensor, parts: int = 1) -> Tensor:
         rows = torch.view_as_real(self._rows.resolve_conj()) if self._rows.is_complex() else self._rows
         shape = (parts, self._table, *rows.shape[2:])
-        found = torch.zeros(parts * self._table, math.prod(shape[2:]), dtype=self._unit.dtype, device=rows.device)
+        # In int64, as the terms of a sample may be larger than their sum.
+        found = torch.zeros(parts * self._table, math.prod(shape[2:]), dtype=torch.int64, device=rows.device)
         if not found.numel() or not rows.numel():
-            return found.view(shape)
+            return found.view(shape).to(self._unit.dtype)
         whole = rounded(_real(rows), weights / self._unit.size)
         first = torch.arange(parts, device=rows.device).repeat_interleave(len(rows) // parts) * self._table
         live, places = self._ids.reshape(-1) >= 0, (self._ids + first.unsqueeze(1)).reshape(-1)
         values = whole.view(len(places), -1).to(found.dtype)
-        return found.index_add_(0, places[live], values[live]).view(shape)
+        return found.index_add_(0, places[live], values[live]).view(shape).to(self._unit.dtype)
 
 
 class Product(Exact):
@@ -272,10 +273,13 @@ class Product(Exact):
 
 
 class Several(Exact):
-    """The sum of several terms."""
+    """The sum of several terms, of which each may be larger than the sum: they are added up in int64.
 
-    def __init__(self, terms: Sequence[Exact], bounds: Tensor) -> None:
-        self._terms = terms
+    That may overflow on the way, but not in the end, and whole numbers that overflow come back.
+    """
+
+    def __init__(self, terms: Sequence[Exact], bounds: Tensor, unit: Unit) -> None:
+        self._terms, self._unit = terms, unit
         every = Limits.added([term.limits for term in terms])
         # Each term's own bound holds more than rounding; of that the bound of the sum is enough.
         self.limits = Limits(bounds + 4 * _PASSES * every.size, every.root, every.rest, every.size)
@@ -284,7 +288,7 @@ class Several(Exact):
         total = self._terms[0].totals(weights, parts)
         for term in self._terms[1:]:
             total += term.totals(weights, parts)
-        return total
+        return total.to(self._unit.dtype)
 
 
 class InTurns(Exact):
