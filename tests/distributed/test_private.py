@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -178,9 +178,6 @@ def starts_apart(rank: int, world: int) -> None:
         dp.Replicas(sharded(mlp()))
     with pytest.raises(ValueError, match="are not sharded"):
         dp.Shards(mlp())
-    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match="too coarse for the sensitivity"):
-        dp.Shards(sharded(mlp().float(), mp_policy=half))
 
 
 def test_what_cannot_be_trained_together(two: Processes) -> None:

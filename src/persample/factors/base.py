@@ -21,6 +21,7 @@ from .exact import Exact, Unit, Written, norm_error, roundoff
 from .workspace import Workspace
 
 Shape = tuple[int, ...]
+_MUCH = 128  # times larger than a gradient are terms whose rounding shows in it
 _SMALLEST_WEIGHT = 1e-30  # below, float32 loses digits
 
 Samples = slice | Tensor  # a range, or the indices of some samples
@@ -162,17 +163,27 @@ class Factor(ABC):
                 part.measure(space)
             self._norms = torch.cat([part.own_norms(space) for part in parts])
 
-    def widened(self) -> Factor:
-        """The same in float32, where it would be rounded to half precision when it is written out."""
+    def widened(self, dtype: torch.dtype | None = None) -> Factor:
+        """The same computed in another precision; by default in float32, where it would be in half precision."""
         return self
 
     def wide_stacks(self, space: Workspace) -> Iterator[tuple[slice, Tensor]]:
-        """`stacks` that are not rounded to half precision."""
+        """`stacks` that are not rounded to half precision, nor made of rounding where terms cancel."""
         if wide(self.dtype) == self.dtype:
-            yield from self.stacks(space)
-            return
-        for some in space.chunks(self.batch, self.numel * wide(self.dtype).itemsize):
-            yield some, self[some].widened().stack()
+            stacks = self.stacks(space)
+        else:
+            each = self.numel * wide(self.dtype).itemsize
+            stacks = ((some, self[some].widened().stack()) for some in space.chunks(self.batch, each))
+        for some, part in stacks:
+            if self.cancels and part.dtype in (torch.float32, torch.complex64):
+                self[some]._write_again(part)
+            yield some, part
+
+    def _write_again(self, stack: Tensor) -> None:
+        """In float64 those gradients that are so much smaller than their terms that rounding would show."""
+        small = (self.sizes() > _MUCH * row_norms(stack)).nonzero().squeeze(1)
+        if small.numel():
+            stack[small] = self[small].widened(torch.float64).stack().to(stack.dtype)
 
     def share_norms(self, group: Sequence[Self], space: Workspace) -> None:
         """Let a ``group`` of kin to which this factor belongs know their norms."""

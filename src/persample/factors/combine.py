@@ -86,8 +86,8 @@ class View(Factor):
     def norm_bounds(self, space: Workspace | None = None) -> Tensor:
         return self.base.norm_bounds(space) if self.move.keeps else super().norm_bounds(space)
 
-    def widened(self) -> Factor:
-        base = self.base.widened()
+    def widened(self, dtype: torch.dtype | None = None) -> Factor:
+        base = self.base.widened(dtype)
         if base is self.base:
             return self
         return base if isinstance(self.move, Cast) else View(base, self._shape, self.move)
@@ -212,8 +212,8 @@ class Sum(Factor):
         both = tied(self.terms)
         return super().norm_bounds(space) if both is None else tied_bounds(self.own_norms(space), *both, space)
 
-    def widened(self) -> Factor:
-        return Sum([term.widened() for term in self.terms])
+    def widened(self, dtype: torch.dtype | None = None) -> Factor:
+        return Sum([term.widened(dtype) for term in self.terms])
 
     @property
     def rounds_written(self) -> bool:

@@ -62,8 +62,8 @@ class Convolution(Factor):
             return deliver(self.stack(), out)
         return weight_per_sample(self.x, self.dy, self.size, self.geometry, out=out)
 
-    def widened(self) -> Convolution:
-        dtype = wide(self.dtype)
+    def widened(self, dtype: torch.dtype | None = None) -> Convolution:
+        dtype = dtype or wide(self.dtype)
         if dtype == self.dtype:
             return self
         return Convolution(self.x.to(dtype), self.dy.to(dtype), self.size, self.geometry)

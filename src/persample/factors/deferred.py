@@ -83,8 +83,8 @@ class Deferred(Factor):
     def sizes(self) -> Tensor:
         return torch.cat([part.sizes() for _, part in self._parts()])
 
-    def widened(self) -> Factor:
-        return self.whole().widened()
+    def widened(self, dtype: torch.dtype | None = None) -> Factor:
+        return self.whole().widened(dtype)
 
     def rounding(self) -> Tensor:
         return roundoff(self.dtype, self.positions) * self.sizes()

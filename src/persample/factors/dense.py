@@ -104,6 +104,8 @@ class Kept(Dense):
         """Written into ``out``, in float32 or wider."""
         if out.dtype == factor.dtype:
             factor.stack(out)
+            if factor.cancels and factor.batch and factor.numel:
+                factor._write_again(out)
         else:
             for some, part in factor.wide_stacks(space):
                 out[some] = part

@@ -50,8 +50,9 @@ class Outer(Factor):
     def __getitem__(self, samples: Samples) -> Outer:
         return Outer(self.left[samples], self.right[samples], self.scale, None if self.memo is None else {})
 
-    def widened(self) -> Outer:
-        dtype = wide(self.dtype)
+    def widened(self, dtype: torch.dtype | None = None) -> Outer:
+        dtype = dtype or wide(self.dtype)
+        dtype = dtype.to_complex() if self.dtype.is_complex and not dtype.is_complex else dtype
         if dtype == self.dtype:
             return self
         memo = None if self.memo is None else dict[str, Tensor]()

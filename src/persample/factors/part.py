@@ -114,8 +114,8 @@ class Part(Factor):
         self.measure(space or Workspace())
         self.alone._norms = self.own_norms(space)
 
-    def widened(self) -> Factor:
-        return self.alone.widened()
+    def widened(self, dtype: torch.dtype | None = None) -> Factor:
+        return self.alone.widened(dtype)
 
     def measure(self, space: Workspace) -> None:
         self.whole.measure(space)

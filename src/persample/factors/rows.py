@@ -101,6 +101,9 @@ class Rows(Factor):
         """Σ_t ‖dy_t‖."""
         return row_norms(self.dy.flatten(0, 1)).view(self.ids.shape).sum(1)
 
+    def widened(self, dtype: torch.dtype | None = None) -> Rows:
+        return self if dtype is None else Rows(self.ids, self.dy.to(torch.promote_types(dtype, self.dtype)), self.size)
+
     def rounding(self) -> Tensor:
         return roundoff(self.dtype, self.positions) * self.sizes()
 
