@@ -179,7 +179,8 @@ class Convolution(Factor):
         if self.rounds_written or self._way in ("stack", "positions"):
             return super().norm_bounds(space)
         self.measure(space or Workspace())
-        terms = self.x.shape[2] * prod(self.size[2:]) + self.dy.shape[2] + 4 * self.positions
+        read, other = (self.dy, self.x) if self.geometry.transposed else (self.x, self.dy)
+        terms = read.shape[2] * prod(self.size[2:]) + other.shape[2] + 4 * self.positions
         return gram_bounds(self.own_norms(space), self.sizes(), terms, self.dtype)
 
     def measure(self, space: Workspace) -> None:

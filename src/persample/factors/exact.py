@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..kernels.norms import wide
+from ..kernels.norms import row_norms, wide
 from .workspace import Workspace
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Limits:
         root = torch.cat([x.root.view(parts, -1) for x, parts in every])
         size = torch.cat([x.size.view(parts, -1) for x, parts in every]).amax(0)
         rest = math.sqrt(math.fsum(parts * x.rest**2 for x, parts in every))
-        return cls(bound.square().sum(0).sqrt(), root.square().sum(0).sqrt(), rest, size)
+        return cls(row_norms(bound.t()), row_norms(root.t()), rest, size)
 
     @classmethod
     def added(cls, every: Sequence[Limits]) -> Limits:

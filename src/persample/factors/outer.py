@@ -166,7 +166,8 @@ class Outer(Factor):
         return self.dtype.is_complex or (self.positions >= POSITIONS and self.numel <= ELEMENTS)
 
     def rounding(self) -> Tensor:
-        return roundoff(self.dtype, self.positions) * self.sizes()
+        terms = 4 * self.positions if self.dtype.is_complex else self.positions  # each product is of four
+        return roundoff(self.dtype, terms) * self.sizes()
 
     def norm_bounds(self, space: Workspace | None = None) -> Tensor:
         if self.positions <= 1 or self.rounds_written or self.prefers_stack(False):

@@ -16,7 +16,7 @@ from torch import Tensor
 __all__ = ["row_norms", "wide", "widest"]
 
 _RUN = 2**9  # elements summed before float64 takes over
-_SMALL = {torch.float32: 1e-15, torch.float64: 1e-150}  # norms below may have lost squares to underflow
+_SMALL = {torch.float32: 1e-12, torch.float64: 1e-150}  # norms below may have lost squares to underflow
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
