@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from persample.factors import Convolution, Deferred, Dense, Factor, Masked, Outer, Part, Rows, Sum, View, Workspace
-from persample.factors.exact import Limits, Unit
+from persample.factors.limits import Limits, Unit
 from persample.factors.moves import AsComplex, Cast, Permute, Reshape, Section
 from persample.kernels.convolution import Geometry
 

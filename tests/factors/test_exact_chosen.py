@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from persample.factors import Dense, Factor, Outer, Rows, Sum, View, Workspace
-from persample.factors.exact import Unit
+from persample.factors.limits import Unit
 from persample.factors.moves import AsComplex
 from persample.kernels.norms import row_norms
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..factors.exact import Unit
+from ..factors.limits import Unit
 from ..reductions import Call, ClippedSum, Clipping
 from ..reductions.groups import Groups
 from .errors import PrivacyError

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..factors.exact import Unit
+from ..factors.limits import Unit
 from ..reductions import Clipping
 from .clips import listed
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ..kernels.gram import gram_norms
 from ..kernels.norms import row_norms, wide, widest
-from .exact import Exact, Unit, Written, norm_error, roundoff
+from .exact import Exact, Written
+from .limits import Unit, norm_error, roundoff
 from .workspace import Workspace
 
 Shape = tuple[int, ...]

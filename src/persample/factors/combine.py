@@ -13,7 +13,8 @@ from ..kernels.norms import wide
 from .base import Factor, Samples, Shape, deliver
 from .deferred import Deferred
 from .dense import Dense
-from .exact import Exact, Several, Unit, roundoff
+from .exact import Exact, Several
+from .limits import Unit, roundoff
 from .moves import AsComplex, Cast, Move, Reshape
 from .outer import Outer
 from .rows import Rows

@@ -27,7 +27,8 @@ from ..kernels.convolution import (
 from ..kernels.gram import ROWS
 from ..kernels.norms import row_norms, wide
 from .base import Factor, Samples, Shape, deliver
-from .exact import POSITIONS, Exact, Product, Unit, gram_bounds, roundoff
+from .exact import POSITIONS, Exact, Product
+from .limits import Unit, gram_bounds, roundoff
 from .workspace import Workspace
 
 _SOME_SAMPLES = 32  # for choices that must not depend on how many there are

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ..kernels.norms import wide
 from .base import Factor, Samples, Shape
-from .exact import ELEMENTS, POSITIONS, Exact, InTurns, Unit, roundoff
+from .exact import ELEMENTS, POSITIONS, Exact, InTurns
+from .limits import Unit, roundoff
 from .outer import Outer
 from .workspace import Workspace
 

@@ -5,8 +5,7 @@ sample may so differ by more than that sample: by any amount, where somebody cho
 every sample's share is rounded on its own, to whole numbers of one `Unit`, and whole numbers are added up without
 rounding, in any order, over parts of a batch and over processes.
 
-What a sample adds with weight w is at most ``w · bound + √w · root + rest`` (`Limits`), by bounds of rounding errors
-that hold for all data (Higham, Accuracy and Stability of Numerical Algorithms, chapter 3), not by what is usual.
+What a sample adds with weight w is at most ``w · bound + √w · root + rest`` (`Limits`).
 """
 
 from __future__ import annotations
@@ -14,107 +13,24 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ..kernels.norms import row_norms, wide
+from ..kernels.norms import wide
+from .limits import NORM, WHOLE, Limits, Unit
 from .workspace import Workspace
 
 if TYPE_CHECKING:
     from .base import Factor
 
-_BITS = 42  # a unit is smaller than its bound by so many powers of two, at most
-_FEWEST_BITS = 40  # with less, sums are kept in int64
-_WHOLE = 53  # bits of whole numbers that are exact in float64
-_LONG = 62  # bits of a sum in int64, with room to spare
-_RATIO = 2.0**9  # how much larger than a bound the terms of one sample's share may be
-_NORM = 2.0**-15  # the relative error of a norm: runs of 512 squares in float32
-_WIDE_NORM = 2.0**-22  # the same in float64, of up to 2**30 squares
 _PASSES = 2.0**-21  # the relative error of what is scaled: by a weight that is rounded, and the product, in float32
 _IN_RANGE = 1e30  # scales beyond are not for float32
 _LONG_ROW = 2**13  # elements of a gradient; of smaller ones, many are rounded at a time
 _MANY_ROWS = 2**9  # of which the sum fits into float64
 POSITIONS = 32  # from so many terms on, writing out and rounding costs less than products in float64;
 ELEMENTS = 2**24  # but not more than so many elements
-
-
-@dataclass(frozen=True)
-class Unit:
-    """A power of two, 2**exponent, of which all shares are whole numbers, far below a public bound; and what holds
-    their sum without rounding: float64, or int64 where there are too many samples."""
-
-    exponent: int
-    dtype: torch.dtype = torch.int64
-
-    @classmethod
-    def below(cls, bound: float, samples: int) -> Unit:
-        """For the sum of so many samples' shares, each at most the bound."""
-        top, bits = math.frexp(bound)[1], samples.bit_length()
-        if _WHOLE - bits >= _FEWEST_BITS:
-            return cls(top - min(_BITS, _WHOLE - bits), torch.float64)
-        return cls(top - min(_BITS, _LONG - bits))
-
-    @property
-    def size(self) -> float:
-        """The unit itself."""
-        return math.ldexp(1.0, self.exponent)
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What samples can add: with weight w at most ``w · bound + √w · root + rest``, of terms of ``w · size``."""
-
-    bound: Tensor  # (B,)
-    root: Tensor  # (B,)
-    rest: float
-    size: Tensor  # (B,)
-
-    @classmethod
-    def together(cls, every: Sequence[tuple[Limits, int]]) -> Limits:
-        """Of several parameters as one vector, some of which are parts of one factor: so many, of equal size."""
-        bound = torch.cat([x.bound.view(parts, -1) for x, parts in every])
-        root = torch.cat([x.root.view(parts, -1) for x, parts in every])
-        size = torch.cat([x.size.view(parts, -1) for x, parts in every]).amax(0)
-        rest = math.sqrt(math.fsum(parts * x.rest**2 for x, parts in every))
-        return cls(row_norms(bound.t()), row_norms(root.t()), rest, size)
-
-    @classmethod
-    def added(cls, every: Sequence[Limits]) -> Limits:
-        """Of several terms of one gradient."""
-        bound, root, size = (
-            torch.stack(t).sum(0) for t in zip(*[(x.bound, x.root, x.size) for x in every], strict=True)
-        )
-        return cls(bound, root, math.fsum(x.rest for x in every), size)
-
-    def times(self, weights: Tensor) -> Limits:
-        """The same of gradients that are weighted already."""
-        return Limits(self.bound * weights, self.root * weights.sqrt(), self.rest, self.size * weights)
-
-    def weights(self, most: float) -> Tensor:
-        """(B,): the largest weights with which no sample adds more than ``most``."""
-        room = max(most * (1 - 2.0**-40) - self.rest, 0.0)
-        root = 2 * room / (self.root + (self.root.square() + 4 * room * self.bound).sqrt())
-        return torch.minimum(root.square(), _RATIO * most / self.size).nan_to_num(nan=0.0, posinf=math.inf)
-
-
-def roundoff(dtype: torch.dtype, terms: int = 1) -> float:
-    """The relative error of so many additions of products, in whatever order, in float32 or wider."""
-    each = torch.finfo(wide(dtype).to_real()).eps / 2
-    return (terms + 4) * each / (1 - (terms + 4) * each)
-
-
-def norm_error(dtype: torch.dtype) -> float:
-    """What a norm of gradients of that dtype has to be multiplied with to be at least as large as without rounding."""
-    return 1 + 2 * (_WIDE_NORM if wide(dtype).to_real() == torch.float64 else _NORM)
-
-
-def gram_bounds(norms: Tensor, sizes: Tensor, terms: int, dtype: torch.dtype) -> Tensor:
-    """(B,): at least the norms that were found from Gram matrices, whose elements are sums of ``terms`` products."""
-    squares = norms.square() + 2 * roundoff(dtype, terms) * sizes.square()
-    return squares.sqrt() * norm_error(dtype)
 
 
 class Exact(ABC):
@@ -210,7 +126,7 @@ class Product(Exact):
         self._sides, self._multiply, self._unit, self._space, self._scale = sides, multiply, unit, space, scale
         low = unit.exponent // 2
         self._units = math.ldexp(1.0, low), math.ldexp(1.0, unit.exponent - low)
-        self._norms = norms[0] * (1 + 2 * _NORM), norms[1] * (1 + 2 * _NORM)
+        self._norms = norms[0] * (1 + 2 * NORM), norms[1] * (1 + 2 * NORM)
         self._rests = [math.sqrt(math.prod(side.shape[1:])) / 2 for side in sides]  # of rounding, in the sides' units
         terms = self._norms[0] * self._norms[1] * abs(scale)
         size = spread * terms
@@ -227,7 +143,7 @@ class Product(Exact):
         each = len(room) // parts
         if parts == 1:
             return self._part(slice(0, each), scales, room)
-        if each and float(room.view(parts, each).sum(1).max()) < 2.0**_WHOLE:
+        if each and float(room.view(parts, each).sum(1).max()) < 2.0**WHOLE:
             return self._total(slice(None), scales, parts)
         return torch.cat([self._part(slice(k * each, (k + 1) * each), scales, room) for k in range(parts)])
 
@@ -265,7 +181,7 @@ class Product(Exact):
         for some in self._space.whole().chunks(len(sizes), each):
             start, filled = some.start, 0.0
             for b in range(some.start, some.stop):
-                if filled + sizes[b] >= 2.0**_WHOLE and b > start:
+                if filled + sizes[b] >= 2.0**WHOLE and b > start:
                     yield slice(start, b)
                     start, filled = b, 0.0
                 filled += sizes[b]

@@ -12,7 +12,8 @@ from torch import Tensor
 from ..kernels.gram import BLOCK
 from ..kernels.norms import row_norms, wide, widest
 from .base import Factor, Samples, Shape
-from .exact import ELEMENTS, POSITIONS, Exact, Product, Unit, gram_bounds, roundoff
+from .exact import ELEMENTS, POSITIONS, Exact, Product
+from .limits import Unit, gram_bounds, roundoff
 from .workspace import Workspace
 
 # What is written and read costs as much as so many multiplications of a matrix product: an element of two Gram

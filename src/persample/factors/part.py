@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from .base import Factor, Samples, Shape
-from .exact import Exact, Unit
+from .exact import Exact
+from .limits import Unit
 from .workspace import Workspace
 
 

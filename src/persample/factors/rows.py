@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..kernels.norms import row_norms, wide
 from .base import Factor, Samples, Shape, real_rows, squares
-from .exact import Exact, Listed, Unit, roundoff
+from .exact import Exact, Listed
+from .limits import Unit, roundoff
 from .workspace import Workspace
 
 

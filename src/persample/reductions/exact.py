@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..factors import Dense, Factor, Kept, Masked, Part, family
 from ..factors.base import Samples
-from ..factors.exact import Exact, Limits, Unit
+from ..factors.exact import Exact
+from ..factors.limits import Limits, Unit
 from ..kernels.norms import wide
 from ..kernels.pages import recycled
 from .base import Call
