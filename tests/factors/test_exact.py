@@ -288,3 +288,12 @@ def test_sums_of_so_many_samples_fit(samples: int) -> None:
 def test_weights_that_leave_no_room_are_zero() -> None:
     limits = Limits(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 0.0]), 2.0, torch.tensor([1.0, 0.0]))
     assert limits.weights(1.0).tolist()[0] == 0.0
+
+
+@pytest.mark.parametrize(("positions", "left", "right"), [(31, 1024, 1024), (96, 2500, 300), (16, 512, 40)])
+def test_bounds_are_close_where_features_are_many(positions: int, left: int, right: int) -> None:
+    """Gram matrices are summed in short runs: their bounds grow with these, not with the number of features."""
+    torch.manual_seed(0)
+    factor = Outer(torch.randn(2, positions, left), torch.randn(2, positions, right))
+    assert not factor.prefers_stack(False)
+    assert bool((factor.norm_bounds(Workspace()) <= 1.005 * factor.norms()).all())

@@ -24,7 +24,7 @@ from ..kernels.convolution import (
     weight_per_sample,
     weight_summed,
 )
-from ..kernels.gram import ROWS
+from ..kernels.gram import ROWS, terms_in
 from ..kernels.norms import row_norms, wide
 from .base import Factor, Samples, Shape, deliver
 from .exact import POSITIONS, Exact, Product
@@ -181,7 +181,8 @@ class Convolution(Factor):
             return super().norm_bounds(space)
         self.measure(space or Workspace())
         read, other = (self.dy, self.x) if self.geometry.transposed else (self.x, self.dy)
-        terms = read.shape[2] * prod(self.size[2:]) + other.shape[2] + 4 * self.positions
+        channels, kernel = read.shape[2] // self.geometry.groups, prod(self.size[2:])
+        terms = max(terms_in(channels * kernel), channels + kernel) + terms_in(other.shape[2])
         return gram_bounds(self.own_norms(space), self.sizes(), terms, self.dtype)
 
     def measure(self, space: Workspace) -> None:

@@ -96,5 +96,5 @@ def norm_error(dtype: torch.dtype) -> float:
 
 def gram_bounds(norms: Tensor, sizes: Tensor, terms: int, dtype: torch.dtype) -> Tensor:
     """(B,): at least the norms that were found from Gram matrices, whose elements are sums of ``terms`` products."""
-    squares = norms.square() + 2 * roundoff(dtype, terms) * sizes.square()
+    squares = norms.square() + 2 * roundoff(dtype, terms + 8) * sizes.square()
     return squares.sqrt() * norm_error(dtype)

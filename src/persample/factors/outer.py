@@ -9,7 +9,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from ..kernels.gram import BLOCK
+from ..kernels.gram import BLOCK, terms_in
 from ..kernels.norms import row_norms, wide, widest
 from .base import Factor, Samples, Shape
 from .exact import ELEMENTS, POSITIONS, Exact, Product
@@ -175,7 +175,7 @@ class Outer(Factor):
             return super().norm_bounds(space)
         self.measure(space or Workspace())
         norms = self.own_norms(space)
-        terms = self.left.shape[-1] + self.right.shape[-1] + 4 * self.positions
+        terms = terms_in(self.left.shape[-1]) + terms_in(self.right.shape[-1])
         return gram_bounds(norms, self.sizes(), terms, self.dtype)
 
     def exact(self, unit: Unit, space: Workspace) -> Exact:

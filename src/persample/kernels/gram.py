@@ -14,10 +14,11 @@ from torch import Tensor
 
 from .norms import widest
 
-__all__ = ["BLOCK", "ROWS", "gram_norms", "summed", "trusted_norms"]
+__all__ = ["BLOCK", "ROWS", "gram_norms", "summed", "terms_in", "trusted_norms"]
 
 BLOCK = 64  # rows of a Gram matrix at a time; what lies below its diagonal blocks is not computed
 ROWS = 128  # the same for pixels, in whole lines
+_LONG, _RUN = 512, 256  # products that are added up in one run, and how long runs of more are
 _REMEMBERED = 256  # rows at most of a Gram matrix that is kept
 _TRUST = {torch.float32: 1e-3, torch.float64: 1e-6}  # of the terms' size must be left: then 4 and 9 digits are right
 
@@ -61,8 +62,8 @@ def _block(left: Tensor, right: Tensor, start: int, memo: dict[str, Tensor] | No
 
 
 def summed(products: Tensor) -> Tensor:
-    """(N, t, u) -> (N,) in float64: rows in their own precision, which is little rounding."""
-    return products.sum(2).sum(1, dtype=widest(products.device))
+    """(N, t, u) -> (N,), in float64."""
+    return products.sum((1, 2), dtype=widest(products.device))
 
 
 def _inner_products(side: Tensor, start: int, memo: dict[str, Tensor] | None) -> Tensor:
@@ -70,10 +71,26 @@ def _inner_products(side: Tensor, start: int, memo: dict[str, Tensor] | None) ->
     key = f"gram {start}"
     found = memo.get(key) if memo else None
     if found is None:
-        found = torch.bmm(side[:, start : start + BLOCK], side[:, start:].mT)
+        found = _in_runs(side[:, start : start + BLOCK], side[:, start:].mT)
         if memo is not None:
             memo[key] = found
     return found
+
+
+def _in_runs(rows: Tensor, columns: Tensor) -> Tensor:
+    """Their products; long sums in short runs, and these in float64, so that little is rounded."""
+    size = rows.shape[2]
+    if terms_in(size) == size or rows.dtype == widest(rows.device):
+        return torch.bmm(rows, columns)
+    total = torch.zeros(*rows.shape[:2], columns.shape[2], dtype=widest(rows.device), device=rows.device)
+    for some in range(0, size, _RUN):
+        total += torch.bmm(rows[:, :, some : some + _RUN], columns[:, some : some + _RUN])
+    return total.to(rows.dtype)
+
+
+def terms_in(size: int) -> int:
+    """How many products of so many are added up before float64 takes over."""
+    return size if size <= _LONG else _RUN
 
 
 def trusted_norms(squares: Tensor, size: Tensor, computed: torch.dtype, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
