@@ -302,9 +302,9 @@ def test_monitored() -> None:
 
 def test_private_training() -> None:
     _, x = made(16)
-    data = torch.utils.data.TensorDataset(x.float())
 
     def trained(run: Callable[..., Any]) -> list[Tensor]:
+        data = torch.utils.data.TensorDataset(x.float())
         model, _ = made(run=run)
         model.float()
         plan = dp.Plan(examples=16, batch_size=8, steps=3, noise_multiplier=0.5, delta=1e-3)

@@ -251,7 +251,8 @@ def _sums_of_parts(left: Tensor, right: Tensor, parts: int) -> Tensor:
     if left.ndim != 3:
         pairs = zip(left.chunk(parts), right.chunk(parts), strict=True) if len(left) else [(left, right)] * parts
         return torch.stack([_summed(a, b) for a, b in pairs])
-    left, right = (t.reshape(parts, -1, t.shape[-1]) for t in (left, right))
+    rows = len(left) // parts * left.shape[1]
+    left, right = (t.reshape(parts, rows, t.shape[-1]) for t in (left, right))
     return torch.bmm(left.mT, right)
 
 

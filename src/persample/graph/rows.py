@@ -238,7 +238,7 @@ def _dims_of_reads(node: Node, name: str, shape: Shape) -> list[int]:
     """The dims that come from the indices by which something is read."""
     if name == "Expand":
         return []
-    if name == "IndexSelect":
+    if name == "IndexSelect" and shape:
         return [saved.number(node, "dim") % len(shape)]
     return list(range(len(shape) - 1 if name == "Embedding" else len(shape)))
 
