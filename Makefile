@@ -25,7 +25,7 @@ help:
 	@echo "make bench-peers, bench-scaling   against Opacus, BackPACK, torch.func; how cost grows (10 minutes each)"
 	@echo "make bench-parts                  what the time of ps.norms is made of (2 minutes)"
 	@echo "make bench-docs                   these three, and the figures in docs/ made from them"
-	@echo "make bench-sensitivity            how far one sample moves a private sum, over its bound (3 minutes)"
+	@echo "make bench-sensitivity            how far one sample moves a private sum, over its bound (4 minutes)"
 	@echo "make bench-monitor                what ps.Monitor adds to a training loop (5 minutes)"
 	@echo "make docs      the site of docs/, into build/site"
 	@echo "make dist      an sdist and a wheel"

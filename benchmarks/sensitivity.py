@@ -24,7 +24,7 @@ from torch.nn import functional as F
 import persample as ps
 from persample import dp
 
-BATCHES = {1024: 1, 8192: 8192, 100_000: 1000}  # samples, and how many of them at a time
+BATCHES = {512: 1, 8192: 8192, 100_000: 100_000}  # samples, and how many of them at a time
 PRECISIONS = {"float32": torch.float32, "float64": torch.float64, "autocast": torch.float32}
 
 
