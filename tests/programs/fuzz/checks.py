@@ -43,7 +43,7 @@ def same(what: str, got: Tensor, want: Tensor, slack: Tensor | float = 0.0) -> N
     if got.numel():
         error = torch.where(got.isnan() & want.isnan(), 0, (got - want).abs()).unsqueeze(-1).flatten(1).amax(1).double()
         allowed = 1e-7 * want.abs().nan_to_num(0.0).unsqueeze(-1).flatten(1).amax(1).double() + 1e-12 + slack
-        if not bool((error <= allowed).all()):
+        if not bool((error <= allowed.nan_to_num(0.0)).all()):
             raise AssertionError(
                 f"{what} differs by {error.tolist()}, and {allowed.tolist()} is allowed:\n{got}\nnot\n{want}"
             )
