@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -124,6 +125,7 @@ def stubborn(path: Path, numbers: list[int]) -> None:
 
 def main(folder: Path, tries: int, seed: int) -> None:
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore", dp.PrivacyWarning)  # what was released and not applied is told, rightly
     chance = random.Random(seed)
     (folder / "whole").mkdir()
     calls = one_life(folder / "whole" / "run", 0)
