@@ -180,11 +180,14 @@ class Factor(ABC):
                 self[some]._write_again(part)
             yield some, part
 
-    def _write_again(self, stack: Tensor) -> None:
-        """In float64 those gradients that are so much smaller than their terms that rounding would show."""
-        small = (self.sizes() > _MUCH * row_norms(stack)).nonzero().squeeze(1)
+    def _write_again(self, stack: Tensor) -> Tensor:
+        """In float64 those gradients that are so much smaller than their terms that rounding would show; the norms."""
+        norms = row_norms(stack)
+        small = (self.sizes() > _MUCH * norms).nonzero().squeeze(1)
         if small.numel():
             stack[small] = self[small].widened(torch.float64).stack().to(stack.dtype)
+            norms[small] = row_norms(stack[small])
+        return norms
 
     def share_norms(self, group: Sequence[Self], space: Workspace) -> None:
         """Let a ``group`` of kin to which this factor belongs know their norms."""

@@ -102,14 +102,15 @@ class Kept(Dense):
     @classmethod
     def of(cls, factor: Factor, out: Tensor, space: Workspace) -> Kept:
         """Written into ``out``, in float32 or wider."""
+        found = cls(out, factor.rounding())
         if out.dtype == factor.dtype:
             factor.stack(out)
             if factor.cancels and factor.batch and factor.numel:
-                factor._write_again(out)
+                found._norms = factor._write_again(out)
         else:
             for some, part in factor.wide_stacks(space):
                 out[some] = part
-        return cls(out, factor.rounding())
+        return found
 
     def __getitem__(self, samples: Samples) -> Kept:
         return Kept(self.value[samples], self.slack[samples])

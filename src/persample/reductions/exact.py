@@ -18,6 +18,9 @@ from .base import Call
 from .clipping import ClippedSum, Clipping
 
 
+_KEPT = 2**26  # bytes of gradients that may be kept in any case: making them twice takes longer than all else
+
+
 @dataclass
 class Shares:
     """What samples add to parameters whose gradients are asked together, one after another's."""
@@ -106,7 +109,7 @@ class ExactClippedSum(ClippedSum):
         if factor.rounds_written and not isinstance(factor, (Dense, Masked)):
             size = factor.batch * factor.numel * wide(factor.dtype).itemsize
             kept = 0 if size <= factor.nbytes else size
-            if self._written + kept <= space.limit:
+            if self._written + kept <= max(space.limit, _KEPT):
                 self._written += kept
                 out = recycled((factor.batch, *factor.shape), wide(factor.dtype), factor.device)
                 factor = Kept.of(factor, out, space)
