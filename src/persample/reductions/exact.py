@@ -17,7 +17,6 @@ from ..kernels.pages import recycled
 from .base import Call
 from .clipping import ClippedSum, Clipping
 
-
 _KEPT = 2**26  # bytes of gradients that may be kept in any case: making them twice takes longer than all else
 
 
