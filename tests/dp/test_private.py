@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import persample as ps
 from persample import dp
+from persample.dp import binding
 from persample.dp.noise import Scale, add_noise
 from persample.dp.sampling import poisson
 from persample.dp.sources import Source
@@ -389,3 +390,9 @@ def test_models_of_all_kinds_train() -> None:
     for ids, y in trained.batches(data):
         assert trained.step(F.cross_entropy(model(ids), y, reduction="none")).updated
     assert trained.steps == 6
+
+
+def test_devices_without_float64_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(binding, "widest", lambda device: torch.float32)
+    with pytest.raises(ValueError, match=r"'0\.weight' is on cpu, which has no float64"):
+        private(network())

@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from ..distributed import owners
 from ..graph.saved import born
+from ..kernels.norms import widest
 from ..params import named
 from .clips import Clipper
 from .errors import PrivacyError
@@ -84,6 +85,11 @@ def trainable(model: nn.Module) -> dict[str, Tensor]:
             raise ValueError(
                 f"parameter {name!r} is {p.dtype}: sums in it are too coarse for the sensitivity to hold. Keep "
                 f"parameters in float32, and compute under torch.autocast"
+            )
+        if widest(p.device) != torch.float64:
+            raise ValueError(
+                f"parameter {name!r} is on {p.device}, which has no float64: sums there cannot be exact. Train on the "
+                f"CPU or on another device"
             )
     return params
 
