@@ -158,11 +158,12 @@ class Factor(ABC):
         if self.rounds_written:
             self._norms = torch.cat([row_norms(part) for _, part in self.wide_stacks(space)])
         elif self[:0].widened().dtype != self.dtype:
-            each = 2 * self.nbytes // self.batch
-            parts = [self[some].widened() for some in space.chunks(self.batch, each)]
-            for part in parts:
+            found = []
+            for some in space.chunks(self.batch, 2 * self.nbytes // self.batch):
+                part = self[some].widened()
                 part.measure(space)
-            self._norms = torch.cat([part.own_norms(space) for part in parts])
+                found.append(part.own_norms(space))
+            self._norms = torch.cat(found)
 
     def widened(self, dtype: torch.dtype | None = None) -> Factor:
         """The same computed in another precision; by default in float32, where it would be in half precision."""
