@@ -297,3 +297,17 @@ def test_bounds_are_close_where_features_are_many(positions: int, left: int, rig
     factor = Outer(torch.randn(2, positions, left), torch.randn(2, positions, right))
     assert not factor.prefers_stack(False)
     assert bool((factor.norm_bounds(Workspace()) <= 1.005 * factor.norms()).all())
+
+
+@pytest.mark.parametrize("name", ["dense", "outer", "positions", "gram", "convolution", "rows", "several", "moved"])
+@pytest.mark.parametrize("limit", [1, 700, 2000, None])
+@pytest.mark.parametrize("parts", [2, 3, 4])
+def test_parts_are_summed_on_their_own(name: str, parts: int, limit: int | None) -> None:
+    """However many samples fit into memory at a time, which need not be a part of them."""
+    factor, unit = made(name, torch.float32), Unit.below(1.0, 1000)
+    weights, each = capped(factor, 1.0, unit), B // parts
+    found = factor.exact(unit, Workspace(limit)).totals(weights, parts)
+    assert len(found) == parts
+    for k in range(parts):
+        some = slice(k * each, (k + 1) * each)
+        assert torch.equal(found[k], factor[some].exact(unit, Workspace()).totals(weights[some])[0])

@@ -88,10 +88,13 @@ class View(Factor):
         return self.base.norm_bounds(space) if self.move.keeps else super().norm_bounds(space)
 
     def widened(self, dtype: torch.dtype | None = None) -> Factor:
-        base = self.base.widened(dtype)
+        base, move = self.base.widened(dtype), self.move
         if base is self.base:
             return self
-        return base if isinstance(self.move, Cast) else View(base, self._shape, self.move)
+        if isinstance(move, Cast):  # which may leave out imaginary parts, but rounds no more
+            real = base.dtype.is_complex and not self.dtype.is_complex
+            return View(base, self._shape, Cast(base.dtype, base.dtype.to_real())) if real else base
+        return View(base, self._shape, move)
 
     def measure(self, space: Workspace) -> None:
         if self.move.keeps:

@@ -62,10 +62,10 @@ class Written(Exact):
         each = factor.batch // parts
         if found.numel() and each:
             for some, stack in factor.wide_stacks(self._space):
-                for start in range(some.start, some.stop, each - some.start % each):
-                    stop = min(some.stop, (start // each + 1) * each)
-                    here = slice(start - some.start, stop - some.start)
-                    _add(_real(stack[here]), scales[start:stop].to(factor.device), found[start // each])
+                for part in range(some.start // each, -(-some.stop // each)):  # those that begin or end in here
+                    start, stop = max(some.start, part * each), min(some.stop, (part + 1) * each)
+                    rows = _real(stack[start - some.start : stop - some.start])
+                    _add(rows, scales[start:stop].to(factor.device), found[part])
         return found.view(parts, *shape)
 
 
