@@ -10,8 +10,8 @@ from torch import Tensor
 
 import persample as ps
 from persample.graph.entry import capture, planned
+from persample.graph.nodes import NodeSlot
 from persample.graph.roots import Roots
-from persample.graph.tape import Slot
 
 from . import peers
 from .contender import MAX_NORM, Contender, from_losses
@@ -53,9 +53,10 @@ def _plan(task: Task) -> Contender:
 def _bare(task: Task) -> Contender:
     params = task.params()
 
-    def forward() -> tuple[Roots, list[Slot]]:
+    def forward() -> tuple[Roots, list[NodeSlot]]:
         roots = Roots.of_losses(task.losses())
-        return roots, planned(roots, params)[0].requested
+        plan = planned(roots, params)[0]
+        return roots, [plan.tape.graph.at(slot) for slot in plan.requested]
 
     return Contender(forward, lambda found: found[0].backward(found[1], retain_graph=False))
 

@@ -13,7 +13,7 @@ from persample.graph.registry import Undecided
 from persample.graph.rules import RULES
 from persample.graph.rules.registry import rule
 from persample.graph.site import Flow, Site
-from persample.graph.tape import walk
+from persample.graph.tape import read
 
 
 def test_a_second_rule_for_an_op_is_refused() -> None:
@@ -47,7 +47,7 @@ def test_a_rule_is_told_what_was_not_saved() -> None:
     net = nn.Linear(3, 2)
     net.weight.requires_grad_(False)  # then the input is not needed
     losses = net(torch.randn(4, 3)).sum(1)
-    tape = walk([losses.grad_fn], [net.bias])
-    (node,) = [node for node in tape.order if "Addmm" in type(node).__name__]
+    tape = read([losses.grad_fn]).tape([net.bias])
+    (node,) = [number for number in tape.order if tape.name(number) == "Addmm"]
     with pytest.raises(LookupError, match="Addmm did not save 'mat1'"):
         Site(tape, node).tensor("mat1")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ._errors import UnsupportedError
 from .distributed import undisturbed
-from .factors import Factor
+from .factors import Factor, one_by_one
 from .graph.entry import capture_into
 from .kernels.pages import POOL, fresh
 from .params import Params, named, pack
@@ -78,7 +78,7 @@ def grad(
         def write(name: str, factor: Factor) -> None:
             factor.stack(missing.pop(name))
 
-        capture_into(losses, leaves.full, write, retain_graph=retain_graph, independent=independent)
+        capture_into(losses, leaves.full, one_by_one(write), retain_graph=retain_graph, independent=independent)
         for buffer in missing.values():
             buffer.zero_()
     return pack(params, buffers)

@@ -14,7 +14,7 @@ from .distributed import is_sharded
 from .expanded.gate import Receiver
 from .expanded.inputs import batch_of
 from .expanded.module import record_call
-from .factors import Factor
+from .factors import Factor, one_by_one
 from .graph.saved import late_hooks, original_of
 from .kernels.pages import fresh
 from .params import named
@@ -148,11 +148,11 @@ class PerSampleCall:
         self._check_clear(params)
         if self._reductions is None:
             with _writing(params, batch, self._scale(batch)) as write:
-                yield Receiver(write)
+                yield Receiver(one_by_one(write))
         else:
             device = next(iter(params.values())).device
             run, tell_bytes = start(self._reductions, self.module, params, batch, device, self._max_memory)
-            yield Receiver(run.add, tell_bytes, run.add_parts)
+            yield Receiver(run.add, tell_bytes)
             with torch.no_grad():
                 self._results = tuple(r.result() for r in run.reductions)
 

@@ -172,7 +172,7 @@ class Monitor:
         """Does a backward do no more than add to the gradients of our parameters?"""
         if not len(losses) or losses.grad_fn is None or (dist.is_available() and dist.is_initialized()):
             return False
-        return not Roots.of_losses(losses).walk(named(self.params).values()).others
+        return not Roots.of_losses(losses).tape(named(self.params).values()).others
 
     def _look(self, losses: Tensor, ids: Sequence[Any] | Tensor | None, *, retain_graph: bool) -> tuple[Record, Spread]:
         (spread,) = reduce(losses, self.params, MeanAndNorms(), retain_graph=retain_graph)

@@ -143,7 +143,6 @@ def _feed(
         retain_graph=retain_graph,
         independent=independent,
         tell_bytes=tell,
-        sink_parts=run.add_parts,
     )
 
 
@@ -161,7 +160,7 @@ def _zeros(losses: Tensor, params: Mapping[str, Tensor], retain_graph: bool) -> 
     if not params:
         return {}
     roots = Roots.of_losses(losses)
-    roots.walk(params.values())  # which opens what the graph hides
+    roots.read()  # which opens what the graph hides
     found = roots.backward([slot_of(p) for p in params.values()], retain_graph=retain_graph)
     return {name: g for name, g in zip(params, found, strict=True) if g is not None}
 

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from .api import boundary, check_losses
 from .distributed import Ranks, undisturbed
-from .factors import Factor
+from .factors import Factor, one_by_one
 from .graph.entry import capture_into
-from .graph.tape import share_nodes
+from .graph.nodes import share_nodes
 from .params import Params, named
 from .reduce import check_reductions, reduce
 from .reductions import ClippedSum, Dot, Gram, Norms, Project, Projection, SecondMoment, Variance
@@ -157,7 +157,7 @@ def gram(losses: Tensor, params: Params, other: Tensor | None = None, **options:
     apart, keep = options.get("independent", False), options.get("retain_graph", False) or share_nodes(losses, other)
     with undisturbed(losses, named(params), last=not keep) as leaves:
         with boundary(losses):
-            capture_into(losses, leaves.full, factors.__setitem__, retain_graph=keep, independent=apart)
+            capture_into(losses, leaves.full, one_by_one(factors.__setitem__), retain_graph=keep, independent=apart)
         found = reduce(other, params, CrossGram(factors, len(losses)), **options)[0]
     return found
 

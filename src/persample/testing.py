@@ -13,7 +13,6 @@ from ._errors import PerformanceWarning
 from ._table import render
 from .api import check_losses, grad
 from .graph.roots import Roots
-from .graph.tape import leaf_of
 from .params import Params, named
 
 __all__ = ["Report", "Row", "check", "definition"]
@@ -94,11 +93,11 @@ def definition(losses: Tensor, params: Params) -> dict[str, Tensor]:
 def hides_ops(losses: Tensor) -> bool:
     """Does the graph hold reentrant checkpoints, of which ``torch.autograd.grad`` knows nothing?"""
     roots = Roots.of_losses(losses)
-    return bool(losses.grad_fn is not None and roots.walk(()) and roots.regions.opened)
+    return bool(losses.grad_fn is not None and roots.read() and roots.regions.opened)
 
 
 def _leaves(losses: Tensor) -> list[Tensor]:
-    return [leaf_of(node) for node in Roots.of_losses(losses).walk(()).others]
+    return list(Roots.of_losses(losses).read().leaves.values())
 
 
 def by_backward(

@@ -9,7 +9,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from persample.factors import Convolution, Deferred, Dense, Factor, Masked, Outer, Part, Rows, Sum, View, Workspace
+from persample.factors import (
+    Convolution,
+    Deferred,
+    Dense,
+    Factor,
+    Masked,
+    Outer,
+    Part,
+    Rows,
+    Sum,
+    View,
+    Workspace,
+    split,
+)
 from persample.factors.limits import Limits, Unit
 from persample.factors.moves import AsComplex, Cast, Permute, Reshape, Section
 from persample.kernels.convolution import Geometry
@@ -138,7 +151,7 @@ def deferred(dtype: torch.dtype) -> Factor:
 @kind
 def part(dtype: torch.dtype) -> Factor:
     whole = Outer(r(2 * B, 2, 3, dtype=dtype), r(2 * B, 2, 4, dtype=dtype))
-    return Part.all_of(whole, 2)[1]
+    return split(whole, 2)[1]
 
 
 @kind

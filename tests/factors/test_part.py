@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from persample.factors import Dense, Factor, Outer, Part, Workspace, bounded_sums, family, find_norms
+from persample.factors import Dense, Factor, Outer, Part, View, Workspace, bounded_sums, one_by_one, regroup, split
+from persample.factors.moves import Permute
 from tests.factors import FACTORS, numbers
-from tests.factors.test_algebra import SPACES, assert_near, check, flat
+from tests.factors.test_algebra import SPACES, assert_near, check, flat, precision
 from tests.factors.test_rounding import cancelling, spoil
 
 PARTS = 3
@@ -19,10 +20,10 @@ convolution-gram-groups-R1 view-permute view-of-outer
 """.split()
 
 
-def parts(name: str, B: int) -> tuple[list[Part], torch.Tensor]:
+def parts(name: str, B: int) -> tuple[list[Factor], torch.Tensor]:
     """Parts of B samples each, and the gradients of each."""
     whole, want = FACTORS[name](PARTS * B, torch.float64)
-    return Part.all_of(whole, PARTS), want.view(PARTS, B, *want.shape[1:])
+    return split(whole, PARTS), want.view(PARTS, B, *want.shape[1:])
 
 
 @pytest.mark.parametrize("space", SPACES)
@@ -32,13 +33,14 @@ def test_every_question(name: str, B: int, space: str) -> None:
     group, wants = parts(name, B)
     for part, want in zip(group, wants, strict=True):
         check(part, want, SPACES[space]())
+        assert isinstance(part, Part)
         assert (part.dtype, part.device) == (part.whole.dtype, part.whole.device)
 
 
 @pytest.mark.parametrize("name", MADE_TOGETHER)
 def test_some_samples_of_a_part(name: str) -> None:
     group, wants = parts(name, 4)
-    find_norms(group, Workspace())
+    group[0].norms()
     for some in (slice(1, 3), slice(0, 0), torch.tensor([3, 0]), torch.tensor([], dtype=torch.long)):
         check(group[1][some], wants[1][some])
 
@@ -58,7 +60,7 @@ def test_norms_and_sums_of_a_group(name: str, order: list[int]) -> None:
     """All parts or some, in any order, also twice."""
     made, wants = parts(name, 4)
     group: list[Factor] = [made[place] for place in order]
-    norms = find_norms(group, Workspace())
+    norms = norms_of(group)
     assert norms.shape == (len(order), 4)
     weights = numbers(torch.float64, 4).abs()
     sums = bounded_sums({str(i): part for i, part in enumerate(group)}, weights, Workspace())
@@ -69,9 +71,35 @@ def test_norms_and_sums_of_a_group(name: str, order: list[int]) -> None:
         assert_near(sums[str(i)], total, 10 + 10 * float(want.norm()))
 
 
-def test_parts_of_two_wholes_are_no_kin() -> None:
-    one, two = (Part.all_of(Dense(numbers(torch.float64, 6, 5)), 3) for _ in range(2))
-    assert len({family(part) for part in [*one, *two]}) == 2
+def norms_of(group: list[Factor]) -> torch.Tensor:
+    """(n, B): the norms of factors, of which those of one whole are asked at once."""
+    found: dict[str, torch.Tensor] = {}
+    for names, factor in regroup({str(i): f for i, f in enumerate(group)}):
+        found.update(zip(names, factor.norms().view(len(names), group[0].batch), strict=True))
+    return torch.stack([found[str(i)] for i in range(len(group))])
+
+
+def test_wholes_are_found_again_if_all_of_their_parts_are_there() -> None:
+    one, two, three = (Dense(numbers(torch.float64, 6, 5)) for _ in range(3))
+    (a, b, c), (d, _, f) = split(one, 3), split(two, 3)
+    given = {"a": a, "d": d, "b": b, "whole": three, "c": c, "f": f}
+    assert [(names, factor) for names, factor in regroup(given)] == [
+        (["a", "b", "c"], one),
+        (["d"], d),
+        (["f"], f),
+        (["whole"], three),
+    ]
+    assert list(regroup({"b": b, "a": a, "c": c})) == [(["b"], b), (["a"], a), (["c"], c)]
+    assert list(regroup({"x": three, "y": three})) == [(["x"], three), (["y"], three)]
+    assert split(one, 1) == [one]
+
+
+def test_every_parameter_of_a_factor_is_taken_by_its_name() -> None:
+    taken: dict[str, Factor] = {}
+    whole = Dense(numbers(torch.float64, 6, 5))
+    one_by_one(taken.__setitem__)(["a", "b", "c"], whole)
+    for k, name in enumerate("abc"):
+        assert torch.equal(taken[name].stack(), whole.value[2 * k : 2 * k + 2])
 
 
 def test_parts_share_the_norms_of_their_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +112,7 @@ def test_parts_share_the_norms_of_their_whole(monkeypatch: pytest.MonkeyPatch) -
         raise AssertionError("norms are known")
 
     monkeypatch.setattr(Dense, "_compute_norms", computed)
-    assert_near(find_norms(group, Workspace()), flat(wants.flatten(0, 1)).norm(dim=1).view(PARTS, 4), 10)
+    assert_near(norms_of(group), flat(wants.flatten(0, 1)).norm(dim=1).view(PARTS, 4), 10)
 
 
 def test_norms_can_be_changed_by_those_who_asked() -> None:
@@ -97,9 +125,10 @@ def test_norms_can_be_changed_by_those_who_asked() -> None:
 @pytest.mark.parametrize("name", "dense outer-T1 outer-T2 outer-T40 outer-gram outer-groups-gram".split())
 def test_what_is_not_finite_stays_in_its_sample(name: str, value: float) -> None:
     made, wants = parts(name, 3)
+    assert isinstance(made[0], Part)
     spoil(made[0].whole, 4, value)  # the middle sample of the middle part
-    group = Part.all_of(made[0].whole, PARTS)
-    norms = find_norms(group, Workspace()).flatten()
+    group = split(made[0].whole, PARTS)
+    norms = norms_of(group).flatten()
     others = torch.tensor([k for k in range(3 * PARTS) if k != 4])
     assert not bool(norms[4].isfinite())
     assert_near(norms[others], flat(wants.flatten(0, 1)).norm(dim=1)[others], 1 + flat(wants.flatten(0, 1)).norm())
@@ -118,14 +147,14 @@ def test_samples_that_cancel_are_known_to_their_own_part(kind: str, big: float) 
     assert isinstance(factor, Outer)
     calm = [torch.randn(t.shape) for t in (factor.left, factor.right)]
     left, right = (torch.cat([a, b, a]) for a, b in zip(calm, (factor.left, factor.right), strict=True))
-    group = Part.all_of(Outer(left, right), 3)
+    group = split(Outer(left, right), 3)
     norms = flat(want).norm(dim=1)
-    find_norms(group, Workspace())
+    norms_of(group)
     allowed = torch.maximum(1e-6 * norms, 16 * torch.finfo(torch.float32).eps * factor.sizes())
     assert bool(((group[1].norms() - norms).abs() <= allowed).all())
-    assert torch.equal(group[1].doubtful(), factor[:].doubtful())
-    assert not group[0].doubtful().numel()
-    assert not group[2].doubtful().numel()
+    assert torch.equal(group[1].imprecise(), factor[:].imprecise())
+    assert not group[0].imprecise().numel()
+    assert not group[2].imprecise().numel()
     for i in range(4):
         weights = torch.zeros(4, dtype=torch.float64).index_fill(0, torch.tensor(i), 1) / group[1].norms()
         sums = bounded_sums({str(k): part for k, part in enumerate(group)}, weights, Workspace())
@@ -153,7 +182,38 @@ def test_parts_of_two_batches() -> None:
     """Inner products of parts with parts, with factors of their own, and the other way round."""
     (mine, wants), (theirs, others) = parts("outer-T2", 3), parts("outer-T1", 2)
     want = flat(wants[1]) @ flat(others[2]).t()
-    for a in (mine[1], mine[1].alone):
-        for b in (theirs[2], theirs[2].alone):
+    for a in (mine[1], mine[1][:]):
+        for b in (theirs[2], theirs[2][:]):
             assert_near(a.gram(b), want, 100)
             assert_near(b.gram(a), want.t(), 100)
+
+
+def test_factors_of_every_kind_at_once() -> None:
+    """Each is summed as it would be alone; tiny weights are written out; the mapping is emptied."""
+    names = [name for name in FACTORS if "blocks" not in name]
+    weights = torch.tensor([0.5, 1e-40, 2.0], dtype=torch.float64)
+    for w in (weights.clamp(min=1e-3), weights):
+        factors = {name: FACTORS[name](3, torch.float64)[0] for name in names}
+        factors |= {f"{name} again": FACTORS[name](3, torch.float64)[0] for name in names}
+        sums = bounded_sums(factors, w, Workspace())
+        assert not factors
+        for name in names:
+            want = FACTORS[name](3, torch.float64)
+            total = want[0].bounded_sum(w).to(want[0].dtype)
+            assert torch.equal(sums[name], sums[f"{name} again"])
+            assert_near(sums[name], total, 10 + 10 * float(flat(total.unsqueeze(0)).norm()), precision(want[0]))
+
+
+def test_a_view_that_loses_nothing_goes_by_its_base() -> None:
+    """Norms, samples that are imprecise, and norms that were computed elsewhere."""
+    factor, want = cancelling("outer", 1e6, torch.float32)
+    view = View(factor, (20, 30), Permute((1, 0)))
+    assert_near(view.norms(), factor.norms(), 1.0)
+    assert torch.equal(view.imprecise(), factor.imprecise())
+    weights = 1 / view.norms()
+    assert_near(view.bounded_sum(weights).t(), factor.bounded_sum(weights), 1.0, 1e-6)
+    assert want.shape[1:] == (30, 20)
+    again = View(factor[:], (20, 30), Permute((1, 0)))
+    again.take_norms(view.norms())
+    assert again.base.knows_norms
+    assert torch.equal(again.norms(), view.norms())

@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
-from persample.graph.assign import Map
+from persample.graph.assign import SampleMap
 from persample.graph.invoke import call, sum_to
 from persample.graph.layout import Block, Layout, Shape, labels
-from persample.graph.plan import Plan
+from persample.graph.nodes import is_leaf
+from persample.graph.plan import CapturePlan
 from persample.graph.probe import probe_node
 from persample.graph.saved import in_checkpoint
 from persample.graph.site import Fate, Flow, Site
-from persample.graph.tape import is_leaf
 
 
 def some_samples(batch: int) -> list[int]:
@@ -25,7 +25,7 @@ def some_samples(batch: int) -> list[int]:
     return sorted({*range(0, batch, -(-batch // 5)), batch - 1})
 
 
-def refuted_cotangents(plan: Plan, losses: Tensor, floor: float = 0.0) -> list[str]:
+def refuted_cotangents(plan: CapturePlan, losses: Tensor, floor: float = 0.0) -> list[str]:
     """Backpropagate every single loss: whatever it reaches must be labelled as its own.
 
     Gradients up to `floor` are passed over: what a real backward shows below a custom function may be rounding noise.
@@ -36,18 +36,18 @@ def refuted_cotangents(plan: Plan, losses: Tensor, floor: float = 0.0) -> list[s
     if not slots:
         return []
     claims = [map.cotangents.get(slot) for slot in slots]
-    edges = [GradientEdge(node, nr) for node, nr in slots]
+    edges = [GradientEdge(*tape.graph.at(slot)) for slot in slots]
     refuted = {}
     for i in some_samples(len(losses)):
         one = torch.zeros_like(losses).index_fill_(0, torch.tensor(i), 1)
         grads = torch.autograd.grad(losses, edges, one, retain_graph=True, allow_unused=True)
         for slot, claim, g in zip(slots, claims, grads, strict=True):
             if (why := _refutes(claim, g, i, floor)) and slot not in refuted:
-                refuted[slot] = f"cotangent {slot[1]} of {slot[0].name()} {tape.shape(slot)}: {why}"
+                refuted[slot] = f"cotangent {slot[1]} of {tape.node(slot[0]).name()} {tape.shape(slot)}: {why}"
     return list(refuted.values())
 
 
-def refuted_flows(plan: Plan) -> list[str]:
+def refuted_flows(plan: CapturePlan) -> list[str]:
     """Send random cotangents of every single sample through every separable node: the same for each edge.
 
     The probe's answer is held against this, and the rule's where the plan goes by a rule.
@@ -57,8 +57,8 @@ def refuted_flows(plan: Plan) -> list[str]:
         if _seen_before(plan, site, layouts):
             continue
         answers = {"probe": probe_node(site, layouts, plan.map.batch)}
-        if site.node not in plan.map.probed:
-            answers["rule"] = [plan.map.flows.get((site.node, k)) for k in range(len(site.edges))]
+        if site.index not in plan.map.probed:
+            answers["rule"] = [plan.map.flows.get((site.index, k)) for k in range(len(site.edges))]
         for i in some_samples(plan.map.batch):
             for k, g in _outputs(site, layouts, i).items():
                 for who, fates in answers.items():
@@ -91,13 +91,13 @@ _block_marks = lru_cache(maxsize=1024)(labels)
 _SEEN: set[Hashable] = set()
 
 
-def _seen_before(plan: Plan, site: Site, layouts: Sequence[Layout | None]) -> bool:
+def _seen_before(plan: CapturePlan, site: Site, layouts: Sequence[Layout | None]) -> bool:
     """Most rules go by shapes and dims alone, which cases and loops repeat many times over: ask each once."""
     targets = [None if slot is None else site.target(k) for k, slot in enumerate(site.edges)]
     key = (site.name, site.shapes, *targets, str(layouts), *_numbers(site.node))
     seen = key in _SEEN
     _SEEN.add(key)
-    return seen and site.node not in plan.map.probed and site.name not in READS_INDEX
+    return seen and site.index not in plan.map.probed and site.name not in READS_INDEX
 
 
 READS_INDEX = frozenset("Index UnsafeIndex IndexSelect Embedding EmbeddingBag IndexAdd IndexCopy".split())
@@ -119,11 +119,12 @@ def _saved_names(kind: type[Node]) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_saved_") and name not in tensors)
 
 
-def _separable(map: Map) -> Iterator[tuple[Site, Sequence[Layout | None]]]:
-    for node, site in map.sites.items():
-        if node in map.batched or is_leaf(node) or not _built_in(node) or in_checkpoint(node):
+def _separable(map: SampleMap) -> Iterator[tuple[Site, Sequence[Layout | None]]]:
+    for number, site in map.sites.items():
+        node = site.node
+        if number in map.batched or is_leaf(node) or not _built_in(node) or in_checkpoint(node):
             continue
-        layouts = map.layouts(node)
+        layouts = map.layouts(number)
         if any(layout is not None for layout in layouts):
             yield site, layouts
 

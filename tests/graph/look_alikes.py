@@ -12,7 +12,6 @@ from torch import Tensor
 
 import persample as ps
 from persample.graph import recall
-from persample.graph.recall import outline
 from persample.graph.roots import Roots
 from tests.reference import Params, assert_same, definition, named
 
@@ -39,14 +38,14 @@ def leaf(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Tens
 
 def look(losses: Tensor, params: Params) -> Hashable:
     """What a graph has in common with those that look like it."""
-    seen = outline(Roots.of_losses(losses), list(named(params).values()))
-    return None if seen is None else seen.key
+    roots = Roots.of_losses(losses)
+    return recall.key_of(roots.read(), roots, list(named(params).values()))
 
 
 def is_recalled(losses: Tensor, params: Params) -> bool:
     """Is there a plan for this graph?"""
-    seen = outline(Roots.of_losses(losses), list(named(params).values()))
-    return seen is not None and recall.recall(seen) is not None
+    key = look(losses, params)
+    return key is not None and recall.recall(key, Roots.of_losses(losses).read()) is not None
 
 
 def check(program: Program, rtol: float = 1e-8) -> None:

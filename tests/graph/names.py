@@ -8,8 +8,8 @@ from importlib.resources.abc import Traversable
 
 import torch
 
+from persample.graph.nodes import _strip
 from persample.graph.saved import THROUGH
-from persample.graph.tape import _strip
 
 NODES = frozenset(_strip(name) for name in dir(torch._C._functions) if not name.startswith("__"))
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
+from persample.graph.nodes import is_leaf, op_name
 from persample.graph.saved import metadata
 from persample.graph.site import Site
-from persample.graph.tape import is_leaf, op_name, walk
+from persample.graph.tape import read
 
 Row = Sequence[Tensor | None]
 
@@ -36,7 +37,8 @@ def find(output: Tensor, name: str) -> Node:
 def site_of(output: Tensor, name: str) -> Site:
     """The nearest node of one type, as the rules see it, with all leaves requested."""
     leaves = [node.variable for node in nodes(output) if is_leaf(node)]
-    return Site(walk([output.grad_fn], leaves), find(output, name))
+    tape = read([output.grad_fn]).tape(leaves)
+    return Site(tape, tape.graph.numbers[find(output, name)])
 
 
 def wanted(site: Site) -> list[int]:
@@ -44,10 +46,15 @@ def wanted(site: Site) -> list[int]:
     return [k for k, slot in enumerate(site.edges) if slot is not None]
 
 
+def edge(site: Site, k: int) -> GradientEdge:
+    """Where an output goes to."""
+    return GradientEdge(*site.node.next_functions[k])
+
+
 def by_engine(site: Site, row: Row) -> dict[GradientEdge, Tensor]:
     """What the autograd engine sends along every edge of a node for these cotangents."""
     outputs = [GradientEdge(site.node, nr) for nr, g in enumerate(row) if g is not None]
-    inputs = list(dict.fromkeys(GradientEdge(*site.edges[k]) for k in wanted(site)))
+    inputs = list(dict.fromkeys(edge(site, k) for k in wanted(site)))
     live = [g for g in row if g is not None]
     grads = torch.autograd.grad(outputs, inputs, live, retain_graph=True, allow_unused=True)
     return {edge: _dense(edge, g) for edge, g in zip(inputs, grads, strict=True)}
@@ -70,6 +77,6 @@ def by_edge(site: Site, outputs: dict[int, Tensor]) -> dict[GradientEdge, Tensor
     """A node's outputs summed where two of them lead to the same place (x * x)."""
     found: dict[GradientEdge, Tensor] = {}
     for k, value in outputs.items():
-        edge = GradientEdge(*site.edges[k])
-        found[edge] = found[edge] + value if edge in found else value
+        to = edge(site, k)
+        found[to] = found[to] + value if to in found else value
     return found

@@ -41,7 +41,7 @@ def each(y: Tensor) -> Tensor:
 def bundles(losses: Tensor, params: Params) -> list[int]:
     """How many uses each bundle has."""
     plan, *_ = planned(Roots.of_losses(losses), named(params), (), None, None)
-    return sorted([len(bundle.nodes) for bundle in plan.bundles])
+    return sorted([len(use.nodes) for use in plan.uses if len(use.nodes) > 1])
 
 
 def rows(stacks: Mapping[str, Tensor]) -> Tensor:

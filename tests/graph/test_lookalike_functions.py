@@ -14,9 +14,9 @@ from persample.graph.bundles import _ROWWISE
 from persample.graph.fallback import VMAP
 from persample.graph.flows import FLOWS
 from persample.graph.names import POINTWISE, READS, WEIGHT_VIEWS
+from persample.graph.nodes import op_name
 from persample.graph.pullback import LIFTS
 from persample.graph.rules import RULES
-from persample.graph.tape import op_name
 from tests.reference import assert_same, definition
 
 TABLES = {

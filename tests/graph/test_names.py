@@ -11,8 +11,8 @@ from torch import Tensor
 
 from persample.graph import fallback, names, pullback
 from persample.graph.flows import FLOWS, fibres, products, shapes
+from persample.graph.nodes import op_name
 from persample.graph.rules import RULES
-from persample.graph.tape import op_name
 from tests.graph.names import NODES, SOME, WRAPPERS
 from tests.graph.samples.leaves import c, ids, p, spd, w, z
 from tests.graph.sites import find

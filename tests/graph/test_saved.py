@@ -16,8 +16,8 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from persample.graph import saved
-from persample.graph.invoke import is_compiled
-from persample.graph.tape import is_leaf, op_name
+from persample.graph.nodes import is_leaf, op_name
+from persample.graph.saved import is_compiled
 from tests.graph.names import NODES, SOME, names_read
 from tests.graph.samples.leaves import c, w, z
 from tests.graph.saved_rows import ELSEWHERE, RECURRENT, SAVED, Row

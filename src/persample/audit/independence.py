@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from .._errors import InteractionError
 from ..graph.custom import is_vouched_for
+from ..graph.nodes import children, op_name
 from ..graph.saved import original_of
-from ..graph.tape import inner_nodes, op_name
+from ..graph.traverse import ordered
 from ..rerun import Call, compare, tolerance
 from ..shortcuts import norms
 from .problem import Problem
@@ -40,7 +41,13 @@ def by_graph(losses: Tensor, model: nn.Module, ops: tuple[str, ...]) -> Seen:
     except InteractionError as error:
         reason = str(error).removesuffix(", or drop independent=True")
         return Seen("interacting" if error.ops else "unknown", error.ops, reason)
-    stated = sorted({op_name(node) for node in inner_nodes(losses) if is_vouched_for(node)})
+    stated = sorted(
+        {
+            op_name(node)
+            for node in ordered([losses.grad_fn] if losses.grad_fn else [], children)
+            if is_vouched_for(node)
+        }
+    )
     said = f"; of {', '.join(stated)}, somebody has said so" if stated else ""
     return Seen("independent", (), f"every node keeps samples apart{said}")
 

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..factors import Factor
+from ..factors import Factor, one_by_one
+from ..graph.nodes import children
 from ..graph.roots import slot_of
-from ..graph.tape import leading_to
+from ..graph.traverse import leading_to
 from .gate import Receiver, Recording, attach
 from .inputs import StandIns, holds_batch
 from .registry import Shipped, name_of
@@ -86,7 +87,7 @@ def _reached(result: Any, inner: Iterable[Tensor]) -> bool:
     """Was the result computed from any of these?"""
     nodes = [slot_of(t)[0] for t in leaves(result) if isinstance(t, Tensor) and t.requires_grad]
     goals = {slot_of(x)[0] for x in inner}
-    return not nodes or not goals or bool(leading_to(nodes, goals))
+    return not nodes or not goals or bool(leading_to(nodes, goals, children))
 
 
 def _writes(func: Callable[..., Any]) -> bool:
@@ -186,7 +187,7 @@ class _Writer:
                 "set grad_sample to None before"
             )
         self.written = True
-        yield Receiver(lambda name, factor: add_grad_sample(self.bases[int(name)], factor))
+        yield Receiver(one_by_one(lambda name, factor: add_grad_sample(self.bases[int(name)], factor)))
         for base in self.bases:
             orig = base.orig_weight
             if getattr(orig, "grad_sample", None) is None:  # no element of it was reached

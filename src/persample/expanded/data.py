@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..graph.layout import Shape
+from ..graph.nodes import NodeSlot
 from ..graph.roots import slot_of
 from ..graph.saved import version
-from ..graph.tape import Slot
 from .judge import Choices, judged
 from .origins import SMALL, Origins
 from .replay import Made, Place, Replay, Source, Step, Stranger
@@ -49,7 +49,7 @@ _BY_SHAPE = frozenset(
 class _Meeting:
     """A result of data and of weights, or of what was computed from weights."""
 
-    slot: Slot
+    slot: NodeSlot
     shape: Shape
     place: Place
     direct: bool  # is it a function of unchanged inputs?
@@ -152,7 +152,7 @@ class Followed(TorchFunctionMode):
         """Is it a weight, or computed from weights alone?"""
         return self._origins.is_weight(t)
 
-    def tables(self) -> Sequence[Slot]:
+    def tables(self) -> Sequence[NodeSlot]:
         """What was computed from weights, and from constants that no input went into."""
         return self._origins.tables()
 
@@ -183,7 +183,7 @@ class Followed(TorchFunctionMode):
             or all(t.is_floating_point() or t.is_complex() or id(t) not in self._numbers for t in given)
         )
 
-    def found(self, choices: Choices, known: Collection[Slot]) -> dict[Slot, Verdict]:
+    def found(self, choices: Choices, known: Collection[NodeSlot]) -> dict[NodeSlot, Verdict]:
         """What running again shows of results of data and weights; those of unchanged inputs may be known already."""
         found, replay = {}, Replay(self._steps, self._sources, self._batch)
         for meeting in self._meetings:

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from .._errors import InteractionError, PerformanceWarning
 from ..factors import Dense, combine
-from ..graph.capture import PartsSink, Sink
+from ..graph.capture import Sink
 from ..graph.entry import Check, capture_from
-from ..graph.plan import Plan, plan
+from ..graph.plan import CapturePlan, plan
 from ..graph.roots import Roots, slot_of
 from ..graph.saved import keeps_graph, version, will_run
-from ..graph.tape import Tape, walk
+from ..graph.tape import Graph, Tape, read
 from .contributions import contributions
 from .samples import Samples
 from .tables import interact_without
@@ -37,7 +37,6 @@ class Receiver(NamedTuple):
 
     sink: Sink
     tell_bytes: Callable[[int], None] | None = None
-    sink_parts: PartsSink | None = None
 
 
 @dataclass
@@ -76,7 +75,7 @@ class Recording:
     receive: Callable[[], AbstractContextManager[Receiver]]
     working: Sequence[Flag]
     scale: int = 1  # of the weights' gradients, to undo what the user's loss was divided by
-    tape: Tape | None = None  # from the outputs to the weights, if it has been walked
+    graph: Graph | None = None  # below the outputs, if it has been read
     follow: bool = False  # are samples known in the inputs alone?
     shared: bool = False  # is part of the graph other calls' too?
 
@@ -112,8 +111,9 @@ class Recording:
 
     def _several(self, asked: _Backward) -> tuple[Tensor | None, ...]:
         """The engine's work, for the first reading of the outputs that agrees with what is known inside."""
-        tape = self.tape or walk([slot_of(y)[0] for y in asked.outputs], [*self.leaves.values(), *self.inputs])
-        tape.data = {slot_of(x)[0] for x in self.inputs if not isinstance(x, nn.Parameter)}
+        graph = self.graph or read([slot_of(y)[0] for y in asked.outputs])
+        tape = graph.tape([*self.leaves.values(), *self.inputs])
+        tape.data = graph.leaves_of(self._data)
         self._settle(tape)
         tried = Tried()
         try:
@@ -148,7 +148,7 @@ class Recording:
     ) -> tuple[Tensor | None, ...]:
         """One backward; raises before anything is run if the reading is wrong, or samples are not ``independent``."""
         if self.follow:
-            self.samples.verify(self._plan(reading, tape), reading, follow=True)
+            self.samples.verify(self._plan(reading), reading, follow=True)
         test = partial(self.samples.verify, reading=reading, follow=False)
         known = {**self.samples.evidence(), **self.samples.pooled_below(reading, tape)}
         check = Check(test, known, tuple(reading.promised))
@@ -160,27 +160,30 @@ class Recording:
             independent=independent,
             trust_unseen=True,
             tell_bytes=asked.receiver.tell_bytes,
-            sink_parts=asked.receiver.sink_parts,
             check=None if self.follow else check,
             plain=[slot_of(x) for x in asked.plain],
-            tape=self.tape if set(reading.roots.slots) == {slot_of(y) for y in self.outputs} else None,
+            graph=self.graph if set(reading.roots.slots) == {slot_of(y) for y in self.outputs} else None,
         )
 
-    def _plan(self, reading: Reading, tape: Tape) -> Plan:
+    @property
+    def _data(self) -> list[Tensor]:
+        return [x for x in self.inputs if not isinstance(x, nn.Parameter)]
+
+    def _plan(self, reading: Reading) -> CapturePlan:
         """All that leads to weights or inputs."""
-        return plan(reading.roots, [*self.leaves.values(), *self.inputs], data=tape.data)
+        return plan(reading.roots, [*self.leaves.values(), *self.inputs], data=self._data)
 
     def _contradiction(self, reading: Reading, tape: Tape) -> Disagreement | None:
         """What is known inside may show that it is the reading that is wrong, and not the samples that interact."""
         try:
-            self.samples.compare(self._plan(reading, tape))
+            self.samples.compare(self._plan(reading))
         except Disagreement as error:
             return error
         return None
 
     def _is_by_coincidence(self, reading: Reading, tape: Tape) -> bool:
         """Is all that looks like an interaction a table that is as long as the batch? Then rows are exact anyway."""
-        found = self._plan(reading, tape)
+        found = self._plan(reading)
         try:
             self.samples.verify(found, reading, follow=False)
         except (Disagreement, InteractionError):
@@ -216,7 +219,7 @@ class Recording:
             if g is not None:
                 terms.append(Dense.of_one(g))
             if terms:
-                asked.receiver.sink(name, combine(terms))
+                asked.receiver.sink([name], combine(terms))
         return grads[len(slots) :]
 
 

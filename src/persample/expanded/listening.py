@@ -10,9 +10,9 @@ from ..factors import Dense, Factor, combine
 from ..graph.flows.registry import Layouts
 from ..graph.invoke import call
 from ..graph.layout import Layout, Shape, sample_dims
+from ..graph.nodes import is_leaf
 from ..graph.rules.registry import Use
 from ..graph.site import Fate, Flow, Site
-from ..graph.tape import is_leaf
 from .contributions import contributions
 from .samples import along
 
@@ -38,7 +38,8 @@ def _batch_dim(layouts: Sequence[Layout | None], shapes: Sequence[Shape]) -> tup
 def listen(use: Use) -> Factor | None:
     """Run the rule's backward once, and take what it contributes to the weights."""
     site = use.site
-    places = {k: leaf for k, slot in site.outputs if (leaf := _weight_leaf(slot[0])) is not None}
+    below = site.node.next_functions
+    places = {k: leaf for k, _ in site.outputs if (leaf := _weight_leaf(below[k][0])) is not None}
     if use.k not in places:
         return None
     found, dim = _batch_dim(use.layouts, site.shapes), site.node._persample_dim  # type: ignore[attr-defined]
@@ -58,8 +59,8 @@ def listen(use: Use) -> Factor | None:
     return combine(terms) if terms else Dense(like.new_zeros(use.batch, *use.target))
 
 
-def _weight_leaf(node: Node) -> Node | None:
+def _weight_leaf(node: Node | None) -> Node | None:
     """The leaf of an expanded weight, which is a view of it."""
-    below = node.next_functions
+    below = () if node is None else node.next_functions
     leaf = below[0][0] if len(below) == 1 else None
     return leaf if leaf is not None and is_leaf(leaf) and type(node).__name__ == "AliasBackward0" else None

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ..graph.layout import labels
 from ..graph.roots import slot_of
-from ..graph.tape import Tape, leaf_of, walk
+from ..graph.tape import Graph, read
 from .data import Followed
 from .gate import Receiver, Recording, attach
 from .inputs import StandIns, holds_batch
@@ -49,7 +49,7 @@ def record_call(
     recording = Recording(
         what=what,
         leaves={name: weight.leaf for name, weight in weights.items()},
-        tape=_let_in_others(what, outputs, weights, params, stand_ins),
+        graph=_let_in_others(what, outputs, weights, params, stand_ins),
         inputs=[leaf for _, leaf in stand_ins.pairs()],
         outputs=outputs,
         samples=samples,
@@ -151,14 +151,14 @@ def _let_in_others(
     weights: Mapping[str, ExpandedWeight],
     params: Mapping[str, Tensor],
     stand_ins: StandIns,
-) -> Tape | None:
+) -> Graph | None:
     """Tensors that the module uses though they are neither parameters nor inputs, and that want a gradient.
 
     The graph comes back, if it leads to weights alone.
     """
-    known = [*[weight.leaf for weight in weights.values()], *[leaf for _, leaf in stand_ins.pairs()]]
-    tape = walk([slot_of(y)[0] for y in outputs], known)
-    found = [leaf_of(node) for node in tape.others]
+    known = {id(leaf) for leaf in [*[weight.leaf for weight in weights.values()], *[x for _, x in stand_ins.pairs()]]}
+    graph = read([slot_of(y)[0] for y in outputs])
+    found = [leaf for leaf in graph.leaves.values() if id(leaf) not in known]
     names = {id(p): name for name, p in params.items()}
     past = sorted(names[id(t)] for t in found if id(t) in names)
     if past:
@@ -168,7 +168,7 @@ def _let_in_others(
         )
     for plain in found:
         stand_ins.let_in(plain)
-    return None if stand_ins.pairs() else tape
+    return None if stand_ins.pairs() else graph
 
 
 def _replaced_outputs(result: Any, attached: Mapping[int, Tensor]) -> Any:

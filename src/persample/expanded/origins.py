@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ..graph.nodes import NodeSlot
 from ..graph.roots import slot_of
-from ..graph.tape import Slot
 from .trees import leaves
 from .weight import ExpandedWeight
 
@@ -34,7 +34,7 @@ class Origins:
         self._shared = {id(t) for t in [*own, *others]}
         self._weights: set[int] = set()  # those made of trainable weights alone
         self._nobodys: dict[int, int | None] = {id(t): None for t in own}  # and where they are kept, if it is known
-        self._tables: list[Slot] = []
+        self._tables: list[NodeSlot] = []
         self._lost = False
         self._alive: list[weakref.ref[Tensor]] = []
 
@@ -50,7 +50,7 @@ class Origins:
     def _is_nobodys(self, t: Tensor) -> bool:
         return isinstance(t, ExpandedWeight) or id(t) in self._nobodys
 
-    def tables(self) -> Sequence[Slot]:
+    def tables(self) -> Sequence[NodeSlot]:
         """What was computed from weights and nobody's constants, if all that happened was seen."""
         return () if self._lost else self._tables
 

@@ -19,18 +19,19 @@ from torch.nn.utils.rnn import PackedSequence
 
 from .._errors import InteractionError
 from ..graph.layout import Block, Labels, Layout, Shape, carry, join, strides
-from ..graph.plan import Plan
+from ..graph.nodes import NodeSlot
+from ..graph.plan import CapturePlan
 from ..graph.roots import Roots, slot_of
 from ..graph.rows import only_counts
 from ..graph.saved import in_checkpoint, tensor
 from ..graph.site import Flow, weights_only
-from ..graph.tape import Slot, Tape, op_name
+from ..graph.tape import Tape
 from .verdicts import Data, Disagreement, Reading, UnknownBatch, Verdict
 
 # Nodes that save their data: under which name, and how many of its first dims the result keeps (0: all).
 _SAVED_DATA = {"Addmm": ("mat1", 1), "Mm": ("self", 1), "Convolution": ("input", 1), "Embedding": ("indices", 0)}
 _TRIES = 64  # readings of one set of tensors
-_Start = tuple[Slot, Tensor, list[Layout]]  # a place to start from, its cotangent, and where its samples may lie
+_Start = tuple[NodeSlot, Tensor, list[Layout]]  # a place to start from, its cotangent, and where its samples may lie
 
 
 @dataclass(slots=True)
@@ -39,11 +40,15 @@ class Samples:
 
     batch: int
     dim: int  # of the batch, in inputs and results
-    known: dict[Slot, Layout] = field(default_factory=dict)
-    moved: dict[Slot, Verdict] = field(default_factory=dict)  # data whose samples are in another order, or in many dims
-    pooled: dict[Slot, Verdict] = field(default_factory=dict)  # results in which samples have met, or some of them lie
-    shared: set[Slot] = field(default_factory=set)  # results that were computed from weights alone
-    tables: Sequence[Slot] = ()  # computed from weights, and from constants that no input went into
+    known: dict[NodeSlot, Layout] = field(default_factory=dict)
+    moved: dict[NodeSlot, Verdict] = field(
+        default_factory=dict
+    )  # data whose samples are in another order, or in many dims
+    pooled: dict[NodeSlot, Verdict] = field(
+        default_factory=dict
+    )  # results in which samples have met, or some of them lie
+    shared: set[NodeSlot] = field(default_factory=set)  # results that were computed from weights alone
+    tables: Sequence[NodeSlot] = ()  # computed from weights, and from constants that no input went into
     inputs: Sequence[Tensor] = ()  # of the call, those with a batch
     data: Data | None = None  # computed from them
     packed: PackedSequence | None = None  # the call's one packed input, if it has one
@@ -107,17 +112,17 @@ class Samples:
         if all(direct.values()):
             yield self._read(tops, direct)
             return
-        unfit: set[Slot] = set()
+        unfit: set[NodeSlot] = set()
         while cut := self._cut(tape, tops, unfit):
             yield self._read(tops, cut)
             unfit |= {slot for slot in cut if not direct.get(slot)}
             if not unfit.intersection(cut):
                 return
 
-    def _places(self, slot: Slot, shape: Shape) -> list[Layout]:
+    def _places(self, slot: NodeSlot, shape: Shape) -> list[Layout]:
         return [self.known[slot]] if slot in self.known else self.choices(shape)
 
-    def _read(self, tops: Sequence[tuple[Slot, Tensor]], cut: dict[Slot, list[Layout]]) -> Iterator[Reading]:
+    def _read(self, tops: Sequence[tuple[NodeSlot, Tensor]], cut: dict[NodeSlot, list[Layout]]) -> Iterator[Reading]:
         """All readings of one set of tensors."""
         starts = self._cotangents(tops, cut)
         slots, grads = [slot for slot, _, _ in starts], [g for _, g, _ in starts]
@@ -136,7 +141,7 @@ class Samples:
         """May this be a recurrent state, (layers, B, features)?"""
         return len(choices) == 1 and len(shape) == 3 and shape[1] == self.batch
 
-    def _cotangents(self, tops: Sequence[tuple[Slot, Tensor]], cut: dict[Slot, list[Layout]]) -> list[_Start]:
+    def _cotangents(self, tops: Sequence[tuple[NodeSlot, Tensor]], cut: dict[NodeSlot, list[Layout]]) -> list[_Start]:
         """The cotangents of these tensors: those given, and what comes from results above."""
         found = {slot: g for slot, g in tops if slot in cut}
         above = [(slot, g) for slot, g in tops if slot not in cut]
@@ -149,7 +154,9 @@ class Samples:
                     found[slot] = found[slot] + g if slot in found else g
         return [(slot, found[slot], cut[slot]) for slot in cut if slot in found]
 
-    def _cut(self, tape: Tape, tops: Sequence[tuple[Slot, Tensor]], unfit: set[Slot]) -> dict[Slot, list[Layout]]:
+    def _cut(
+        self, tape: Tape, tops: Sequence[tuple[NodeSlot, Tensor]], unfit: set[NodeSlot]
+    ) -> dict[NodeSlot, list[Layout]]:
         """The nearest tensors that may hold a batch, none of them below another; ``unfit`` ones are passed."""
         passed = set(unfit)
         while True:
@@ -160,27 +167,31 @@ class Samples:
                 return found
             passed |= upper  # what it leads to would be counted twice
 
-    def _nearest(self, tape: Tape, tops: Sequence[Slot], passed: set[Slot]) -> dict[Slot, list[Layout]]:
-        found: dict[Slot, list[Layout]] = {}
-        stack, seen = [slot for slot in tops if slot[0] in tape.edges], set(tops)
+    def _nearest(self, tape: Tape, tops: Sequence[NodeSlot], passed: set[NodeSlot]) -> dict[NodeSlot, list[Layout]]:
+        found: dict[NodeSlot, list[Layout]] = {}
+        stack = [slot for top in tops if (slot := tape.graph.slot(top)) is not None and slot[0] in tape.edges]
+        seen = set(stack)
         while stack:
             slot = stack.pop()
-            places = self._places(slot, tape.shape(slot))
-            if places and slot not in passed:
-                found[slot] = places
+            at = tape.graph.at(slot)
+            places = self._places(at, tape.shape(slot))
+            if places and at not in passed:
+                found[at] = places
                 continue
             for below in tape.edges[slot[0]]:
                 if below is None or below in seen:
                     continue
                 if weights_only(tape, below[0]):
-                    raise self._without_samples(tape, slot)
+                    raise self._without_samples(tape, at)
                 seen.add(below)
                 stack.append(below)
         return found
 
-    def _without_samples(self, tape: Tape, slot: Slot) -> UnknownBatch:
+    def _without_samples(self, tape: Tape, at: NodeSlot) -> UnknownBatch:
+        slot = tape.graph.slot(at)
+        assert slot is not None
         return UnknownBatch(
-            f"parameters are used without any sample ({type(slot[0]).__name__}), as in a penalty on weights, or there "
+            f"parameters are used without any sample ({type(at[0]).__name__}), as in a penalty on weights, or there "
             f"is no batch of {self.batch} samples in a tensor of shape {tape.shape(slot)}: whose gradient that is "
             f"cannot be known. Return one loss per sample, and add such terms outside"
         )
@@ -188,7 +199,11 @@ class Samples:
     def settle(self, tape: Tape) -> None:
         """Find out what was left until now: from data run again, or else from inputs that nodes have saved."""
         if self.data is not None:
-            found = {slot: v for slot, v in self.data.found(self.choices, self.known).items() if slot[0] in tape.edges}
+            found = {
+                at: v
+                for at, v in self.data.found(self.choices, self.known).items()
+                if tape.graph.numbers.get(at[0]) in tape.edges
+            }
             self.tables, self.data = self.data.tables(), None
             ops = dict.fromkeys(verdict.op for verdict in found.values() if verdict.interact and verdict.op)
             if ops:
@@ -199,29 +214,31 @@ class Samples:
             if not self.known:
                 self.known.update(self._saved(tape))
 
-    def evidence(self) -> dict[Slot, Layout]:
+    def evidence(self) -> dict[NodeSlot, Layout]:
         """All that is known inside."""
         return {**self.known, **{slot: v.layout for slot, v in self.moved.items() if v.layout is not None}}
 
-    def pooled_below(self, reading: Reading, tape: Tape) -> dict[Slot, Layout]:
+    def pooled_below(self, reading: Reading, tape: Tape) -> dict[NodeSlot, Layout]:
         """Data in which samples met, and that the samples of this reading may use; it is not known how."""
-        nodes = {slot[0] for slot in self.pooled}
-        used = bool(nodes) and any(tape.reaches(node, nodes.__contains__) for node, _ in reading.roots.slots)
+        nodes = {tape.graph.numbers.get(node) for node, _ in self.pooled}
+        starts = [slot[0] for at in reading.roots.slots if (slot := tape.graph.slot(at)) and slot[0] in tape.edges]
+        used = bool(nodes) and any(not nodes.isdisjoint(tape.below(start)) for start in starts)
         return dict.fromkeys(self.pooled, Labels(self.batch, torch.zeros(1, dtype=torch.long))) if used else {}
 
-    def _saved(self, tape: Tape) -> Iterator[tuple[Slot, Layout]]:
+    def _saved(self, tape: Tape) -> Iterator[tuple[NodeSlot, Layout]]:
         """Results of ops that were given an input of the call, though no function of weights was seen to be."""
-        for node in tape.order:
-            name, rows = _SAVED_DATA.get(op_name(node), ("", 0))
+        for number in tape.order:
+            node = tape.node(number)
+            name, rows = _SAVED_DATA.get(tape.name(number), ("", 0))
             x = tensor(node, name) if name and not in_checkpoint(node) else None
             layout = None if x is None else self.of_input(x)
             if x is not None and layout is not None:
                 kept = [d if d < (rows or x.ndim) else None for d in range(x.ndim)]
-                found = carry(layout, tuple(x.shape), tape.shapes(node)[0], kept)
+                found = carry(layout, tuple(x.shape), tape.shapes(number)[0], kept)
                 if found is not None:
                     yield (node, 0), found
 
-    def verify(self, plan: Plan, reading: Reading, follow: bool) -> None:
+    def verify(self, plan: CapturePlan, reading: Reading, follow: bool) -> None:
         """Refuse a reading that contradicts what is known inside, or that lacks evidence and needs it.
 
         Evidence is needed for what was not promised; with ``follow``, for everything, if the data can give any.
@@ -230,28 +247,33 @@ class Samples:
         ops = dict.fromkeys(str(v.op) for slot, v in self.pooled.items() if _is_used(plan, slot, v.layout))
         if ops:
             raise _interaction(ops)
-        for slot, promised in zip(reading.roots.slots, reading.promised, strict=True):
+        for at, promised in zip(reading.roots.slots, reading.promised, strict=True):
             needed = not promised or (follow and bool(self.known))
-            live = slot[0] in plan.tape.edges and 0 not in plan.tape.shape(slot)
-            if needed and live and not plan.tape.reaches(slot[0], agreed.__contains__):
+            slot = plan.tape.graph.slot(at)
+            live = slot is not None and slot[0] in plan.tape.edges and 0 not in plan.tape.shape(slot)
+            if needed and live and slot is not None and agreed.isdisjoint(plan.tape.below(slot[0])):
                 raise Disagreement(unproven=True)
 
-    def compare(self, plan: Plan, mixed: bool = True) -> set[Node]:
+    def compare(self, plan: CapturePlan, mixed: bool = True) -> set[int]:
         """The nodes where a reading agrees with what is known; it may say that samples have ``mixed`` there."""
-        agreed: set[Node] = set()
-        for slot, layout in self.evidence().items():
-            state = plan.map.cotangents.get(slot)
+        agreed: set[int] = set()
+        for at, layout in self.evidence().items():
+            slot = plan.tape.graph.slot(at)
+            state = None if slot is None else plan.map.cotangents.get(slot)
+            if slot is None or state is None:
+                continue
             differs = isinstance(state, Layout) and join(state, layout, plan.tape.shape(slot)) is None
-            shared = state is Flow.SHARED and not only_counts(slot[0])  # positions may be as many as samples
+            shared = state is Flow.SHARED and not only_counts(at[0])  # positions may be as many as samples
             if differs or ((state is Flow.MIXED or shared) and not mixed):
-                raise Disagreement(self.moved[slot].op if slot in self.moved else None)
+                raise Disagreement(self.moved[at].op if at in self.moved else None)
             agreed.update([slot[0]] if isinstance(state, Layout) else [])
         return agreed
 
 
-def _is_used(plan: Plan, slot: Slot, layout: Layout | None) -> bool:
+def _is_used(plan: CapturePlan, at: NodeSlot, layout: Layout | None) -> bool:
     """Does a sample use what was made of several ones, or other samples' rows?"""
-    state = plan.map.cotangents.get(slot)
+    slot = plan.tape.graph.slot(at)
+    state = None if slot is None else plan.map.cotangents.get(slot)
     return state in (Flow.MIXED, Flow.SHARED) or (layout is None and state is not None)
 
 
@@ -262,7 +284,8 @@ def _interaction(ops: Iterable[str]) -> InteractionError:
 
 
 def _leads_to(tape: Tape, node: Node, goals: set[Node]) -> bool:
-    return any(tape.reaches(slot[0], goals.__contains__) for slot in tape.edges[node] if slot is not None)
+    number, numbers = tape.graph.numbers[node], {tape.graph.numbers[goal] for goal in goals}
+    return not numbers.isdisjoint(tape.below(number)[1:])
 
 
 def _shares_storage(a: Tensor, b: Tensor) -> bool:

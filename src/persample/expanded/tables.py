@@ -9,27 +9,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor
-from torch.autograd.graph import Node
 
 from ..graph.assign import assign
 from ..graph.interaction import interactions
+from ..graph.nodes import NodeSlot
 from ..graph.roots import Roots
 from ..graph.site import weights_only
-from ..graph.tape import Slot, Tape, edges_of, walk
+from ..graph.tape import Tape
 
 
-def interact_without(tables: Sequence[Slot], tape: Tape, roots: Roots, tensors: Sequence[Tensor]) -> bool:
+def interact_without(tables: Sequence[NodeSlot], tape: Tape, roots: Roots, tensors: Sequence[Tensor]) -> bool:
     """Do samples meet in any other place than in these tables? ``tape`` leads to all of the tensors."""
-    tops = {node for node, _ in tables if node in tape.edges and not weights_only(tape, node)}
+    numbers = {tape.graph.numbers.get(node) for node, _ in tables}
+    tops = {number for number in numbers if number in tape.edges and not weights_only(tape, number)}
     if not tops or _used_with_data(tape, tops):
         return True
-    cut = walk(roots.nodes, tensors, lambda node: () if node in tops else edges_of(node))
+    cut = tape.graph.ending_at(tops).tape(tensors)
     cut.fed &= tape.fed
     cut.data = tape.data
     return bool(interactions(cut, assign(cut, roots), thoroughly=True))
 
 
-def _used_with_data(tape: Tape, tops: set[Node]) -> bool:
+def _used_with_data(tape: Tape, tops: set[int]) -> bool:
     """Is any of them used by an op that is given a constant that may be data, so that it must be looked at as it is?"""
     inside = set().union(*[tape.below(node) for node in tops])
     return any(

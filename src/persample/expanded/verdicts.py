@@ -8,8 +8,8 @@ from typing import NamedTuple, Protocol
 
 from .._errors import UnsupportedError
 from ..graph.layout import Layout, Shape
+from ..graph.nodes import NodeSlot
 from ..graph.roots import Roots
-from ..graph.tape import Slot
 
 
 class UnknownBatch(UnsupportedError):
@@ -39,10 +39,12 @@ class Verdict(NamedTuple):
 class Data(Protocol):
     """Data that were computed from the inputs of a call, and met weights."""
 
-    def found(self, choices: Callable[[Shape], Sequence[Layout]], known: Collection[Slot]) -> dict[Slot, Verdict]:
+    def found(
+        self, choices: Callable[[Shape], Sequence[Layout]], known: Collection[NodeSlot]
+    ) -> dict[NodeSlot, Verdict]:
         """Results of data and weights, but those of unchanged inputs that are known."""
 
-    def tables(self) -> Sequence[Slot]:
+    def tables(self) -> Sequence[NodeSlot]:
         """What was computed from weights, and from constants that no input went into."""
 
 

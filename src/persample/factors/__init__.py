@@ -9,9 +9,8 @@ from .convolution import Convolution
 from .deferred import Deferred
 from .dense import Dense, Kept, Masked
 from .outer import Outer
-from .part import Part
+from .part import Part, bounded_sums, one_by_one, regroup, split
 from .rows import Rows
-from .together import bounded_sums, family, find_norms
 from .workspace import Workspace
 
 __all__ = [
@@ -29,6 +28,7 @@ __all__ = [
     "Workspace",
     "bounded_sums",
     "combine",
-    "family",
-    "find_norms",
+    "one_by_one",
+    "regroup",
+    "split",
 ]

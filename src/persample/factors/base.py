@@ -8,9 +8,8 @@ Inner products are real: a complex gradient counts as the vector of its real and
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -31,9 +30,9 @@ Samples = slice | Tensor  # a range, or the indices of some samples
 class Factor(ABC):
     """The gradients of B samples with respect to one tensor of a given ``shape``."""
 
-    __slots__ = ("_doubtful", "_norms")
+    __slots__ = ("_imprecise", "_norms")
     _norms: Tensor
-    _doubtful: Tensor  # samples whose terms were seen to cancel, or may have
+    _imprecise: Tensor  # samples whose terms were seen to cancel, or may have
 
     @property
     @abstractmethod
@@ -88,29 +87,9 @@ class Factor(ABC):
         return self.batch * self.numel * self.dtype.itemsize
 
     @property
-    def kin(self) -> Hashable:
-        """Equal for factors that can be asked `together`; None for those that cannot."""
-        return None
-
-    def together(self, group: Sequence[Self]) -> Factor:
-        """The samples of a ``group`` of kin to which this factor belongs, one factor's after another's."""
-        raise NotImplementedError(f"{type(self).__name__} has no kin")
-
-    def joined(self, group: Sequence[Self]) -> Factor | None:
-        """The same, with the norms that all of the group know; None if it cannot be had at once."""
-        whole = self.together(group)
-        whole._norms = torch.cat([factor.own_norms() for factor in group])
-        return whole
-
-    @property
     def cancels(self) -> bool:
         """Can the terms that `weighted_sum` adds up for one sample cancel?"""
         return True
-
-    @property
-    def measured(self) -> Factor:
-        """The factor whose norms these are."""
-        return self
 
     def prefers_stack(self, reused: bool) -> bool:
         """Is writing the gradients out the fastest way to their norms, or to norms and sums if it is ``reused``?"""
@@ -136,8 +115,12 @@ class Factor(ABC):
         """(B,): the norm of every gradient, in float64 (computed once)."""
         return self.own_norms(space).clone()
 
+    def take_norms(self, norms: Tensor) -> None:
+        """Let these be the norms, as somebody has computed them already."""
+        self._norms = norms
+
     def own_norms(self, space: Workspace | None = None) -> Tensor:
-        """The same, only to be read."""
+        """(B,): the norms, only to be read."""
         if not self.knows_norms:
             if self.batch and self.numel:
                 self._norms = self._compute_norms(space or Workspace())
@@ -190,17 +173,6 @@ class Factor(ABC):
             norms[small] = row_norms(stack[small])
         return norms
 
-    def share_norms(self, group: Sequence[Self], space: Workspace) -> None:
-        """Let a ``group`` of kin to which this factor belongs know their norms."""
-        whole, shape = self.together(group), (len(group), self.batch)
-        for factor, norms in zip(group, whole.own_norms(space).view(shape), strict=True):
-            factor._norms = norms
-        if hasattr(whole, "_doubtful"):
-            marked = torch.zeros(whole.batch, dtype=torch.bool, device=self.device)
-            marked[whole._doubtful] = True
-            for factor, marks in zip(group, marked.view(shape), strict=True):
-                factor._doubtful = marks.nonzero().squeeze(1)
-
     def _norms_by_gram(
         self,
         parts: Iterable[Sequence[Tensor]],
@@ -222,37 +194,37 @@ class Factor(ABC):
 
     def checked(self, norms: Tensor, holds: Tensor, space: Workspace) -> Tensor:
         """Norms that were found in a shorter way, those that do not hold computed from the gradients themselves."""
-        self._doubtful = (~holds).nonzero().squeeze(1)
-        if self._doubtful.numel():
-            norms[self._doubtful] = Factor._compute_norms(self[self._doubtful], space)
+        self._imprecise = (~holds).nonzero().squeeze(1)
+        if self._imprecise.numel():
+            norms[self._imprecise] = Factor._compute_norms(self[self._imprecise], space)
         return norms
 
     def sizes(self) -> Tensor:
         """(B,): at least the sum of the norms of the terms that `weighted_sum` adds up for each sample."""
         return self.norms()
 
-    def doubtful(self, space: Workspace | None = None) -> Tensor:
+    def imprecise(self, space: Workspace | None = None) -> Tensor:
         """Samples whose terms are so much larger than their sum that they carry their rounding into it."""
-        if not hasattr(self, "_doubtful"):
+        if not hasattr(self, "_imprecise"):
             if not self.cancels:
                 return torch.empty(0, dtype=torch.long, device=self.device)
             norms = self.own_norms(space)
-            if not hasattr(self, "_doubtful"):
+            if not hasattr(self, "_imprecise"):
                 dtype = wide(self.dtype).to_real()
                 digits = 1e-9 if dtype == torch.float64 else 1e-4
-                self._doubtful = (torch.finfo(dtype).eps * self.sizes() > digits * norms).nonzero().squeeze(1)
-        return self._doubtful
+                self._imprecise = (torch.finfo(dtype).eps * self.sizes() > digits * norms).nonzero().squeeze(1)
+        return self._imprecise
 
     def bounded_sum(self, weights: Tensor, space: Workspace | None = None, apart: Tensor | None = None) -> Tensor:
         """`weighted_sum`, but no sample adds more than its weight times its norm, up to a few digits.
 
-        The gradients of doubtful samples, and of those whose weights are too small for float32, are written out
+        The gradients of imprecise samples, and of those whose weights are too small for float32, are written out
         first. ``apart`` is `vanishing` of the weights, if it is known.
         """
         weights = weights.to(self.device)
         apart = vanishing(weights) if apart is None else apart.to(self.device)
-        if self.cancels or hasattr(self, "_doubtful"):
-            apart = torch.cat([self.doubtful(space), apart])
+        if self.cancels or hasattr(self, "_imprecise"):
+            apart = torch.cat([self.imprecise(space), apart])
         if not apart.numel():
             return self.weighted_sum(weights, space)
         apart = apart.unique()
@@ -295,11 +267,7 @@ class Factor(ABC):
             into.addmm_(weights[some].to(rows.dtype).unsqueeze(0), rows)
         return total
 
-    def weighted_sums(self, group: Sequence[Self], weights: Tensor, space: Workspace) -> Sequence[Tensor]:
-        """`weighted_sum` of every factor of a ``group`` of kin to which this one belongs."""
-        return self.together(group).sums_of_parts(len(group), weights, space)
-
-    def sums_of_parts(self, count: int, weights: Tensor, space: Workspace) -> Sequence[Tensor]:
+    def weighted_sums(self, count: int, weights: Tensor, space: Workspace) -> Sequence[Tensor]:
         """`weighted_sum` of each of ``count`` equal parts of the samples, in tensors of their own."""
         step = self.batch // count
         return [self[k * step : (k + 1) * step].weighted_sum(weights, space) for k in range(count)]

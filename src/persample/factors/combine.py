@@ -61,9 +61,10 @@ class View(Factor):
         found = self.base.elements(start, stop) if plain else None
         return None if found is None else found.to(self.dtype)
 
-    @property
-    def measured(self) -> Factor:
-        return self.base.measured if self.move.keeps else self
+    def take_norms(self, norms: Tensor) -> None:
+        super().take_norms(norms)
+        if self.move.keeps:
+            self.base.take_norms(norms)
 
     @property
     def cancels(self) -> bool:
@@ -78,8 +79,8 @@ class View(Factor):
     def sizes(self) -> Tensor:
         return self.base.sizes() if self.move.keeps else self.norms()
 
-    def doubtful(self, space: Workspace | None = None) -> Tensor:
-        return self.base.doubtful(space) if self.move.keeps else super().doubtful(space)
+    def imprecise(self, space: Workspace | None = None) -> Tensor:
+        return self.base.imprecise(space) if self.move.keeps else super().imprecise(space)
 
     def rounding(self) -> Tensor:
         return self.base.rounding()
@@ -201,7 +202,7 @@ class Sum(Factor):
         if both is None:
             return super()._compute_norms(space)
         norms = self.checked(*tied_norms(*both, space), space)
-        del self._doubtful  # both terms may have hidden what cancels in each
+        del self._imprecise  # both terms may have hidden what cancels in each
         return norms
 
     def sizes(self) -> Tensor:

@@ -74,11 +74,11 @@ class Deferred(Factor):
         return Outer(left, right).prefers_stack(reused)
 
     def _compute_norms(self, space: Workspace) -> Tensor:
-        found, doubtful = [], []
+        found, imprecise = [], []
         for some, part in self._parts():
             found.append(part.norms(space))
-            doubtful.append(part.doubtful(space) + some.start)
-        self._doubtful = torch.cat(doubtful)
+            imprecise.append(part.imprecise(space) + some.start)
+        self._imprecise = torch.cat(imprecise)
         return torch.cat(found)
 
     def sizes(self) -> Tensor:

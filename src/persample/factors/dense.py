@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
-from typing import Self
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -43,14 +42,6 @@ class Dense(Factor):
     def __getitem__(self, samples: Samples) -> Dense:
         return Dense(self.value[samples])
 
-    @property
-    def kin(self) -> Hashable:
-        value = self.value
-        return Dense, value.shape, value.dtype, value.device
-
-    def together(self, group: Sequence[Self]) -> Factor:
-        return Dense(torch.cat([f.value for f in group]))
-
     def stack(self, out: Tensor | None = None) -> Tensor:
         return deliver(self.value, out)
 
@@ -81,10 +72,10 @@ class Dense(Factor):
         rows = real_rows(self.value)
         return (weights.to(rows.dtype).unsqueeze(0) @ rows).view(self.shape)
 
-    def sums_of_parts(self, count: int, weights: Tensor, space: Workspace) -> Sequence[Tensor]:
+    def weighted_sums(self, count: int, weights: Tensor, space: Workspace) -> Sequence[Tensor]:
         """One batched product."""
         if self.dtype.is_complex:
-            return super().sums_of_parts(count, weights, space)
+            return super().weighted_sums(count, weights, space)
         rows = real_rows(self.value).view(count, len(weights), self.numel)
         sums = weights.to(rows.dtype).expand(count, 1, len(weights)) @ rows
         return [total.clone() for total in sums.view(count, *self.shape)]
@@ -114,13 +105,6 @@ class Kept(Dense):
 
     def __getitem__(self, samples: Samples) -> Kept:
         return Kept(self.value[samples], self.slack[samples])
-
-    @property
-    def kin(self) -> Hashable:
-        return Kept, *self.value.shape, self.dtype, self.device
-
-    def together(self, group: Sequence[Self]) -> Factor:
-        return Kept(torch.cat([f.value for f in group]), torch.cat([f.slack for f in group]))
 
     def rounding(self) -> Tensor:
         return self.slack

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from math import prod
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -62,16 +61,6 @@ class Outer(Factor):
     def t(self) -> Outer:
         """Every gradient transposed."""
         return Outer(self.right, self.left, self.scale)
-
-    @property
-    def kin(self) -> Hashable:
-        if self.memo is not None:  # it has relatives already
-            return None
-        left = self.left
-        return Outer, left.shape, self.right.shape, self.scale, left.dtype, left.device
-
-    def together(self, group: Sequence[Self]) -> Outer:
-        return Outer(torch.cat([f.left for f in group]), torch.cat([f.right for f in group]), self.scale)
 
     @property
     def cancels(self) -> bool:
@@ -188,10 +177,10 @@ class Outer(Factor):
         """One product (weights · left)ᵀ @ right over all samples and positions."""
         return _summed(*self._weighted(weights))
 
-    def sums_of_parts(self, count: int, weights: Tensor, space: Workspace) -> Sequence[Tensor]:
+    def weighted_sums(self, count: int, weights: Tensor, space: Workspace) -> Sequence[Tensor]:
         """One batched product."""
         if self.left.ndim != 3:
-            return super().sums_of_parts(count, weights, space)
+            return super().weighted_sums(count, weights, space)
         return [total.clone() for total in _sums_of_parts(*self._weighted(weights.repeat(count)), count)]
 
     def _weighted(self, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -245,7 +234,7 @@ class Outer(Factor):
 
 
 def _sums_of_parts(left: Tensor, right: Tensor, parts: int) -> Tensor:
-    """(parts, ...): the same for equal parts of the samples."""
+    """(parts, ...): Σ_bt left[b, ..., t] ⊗ right[b, ..., t] over each of so many equal parts of the samples."""
     if parts == 1:
         return _summed(left, right).unsqueeze(0)
     if left.ndim != 3:

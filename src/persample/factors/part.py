@@ -1,42 +1,73 @@
-"""Parameters whose gradients were made at once, as those of one parameter with more samples."""
+"""Several parameters in one factor: their samples are one parameter's after another's.
+
+Gradients that are made at once are best asked at once. `split` gives every parameter its part, a factor like any other;
+`regroup` finds parts that are of one whole again, for whoever has collected them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
-from functools import cached_property
-from typing import Self
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from .base import Factor, Samples, Shape
+from .base import Factor, Samples, Shape, vanishing
 from .exact import Exact
 from .limits import Unit
 from .workspace import Workspace
 
 
+def split(whole: Factor, count: int) -> list[Factor]:
+    """The factors of ``count`` parameters, whose samples are equal parts of those of a ``whole``."""
+    return [whole] if count == 1 else [Part(whole, place, count) for place in range(count)]
+
+
+def regroup(factors: Mapping[str, Factor]) -> Iterator[tuple[list[str], Factor]]:
+    """All factors, with the names they have: those of one whole as that whole, if none of its parts is missing."""
+    groups: dict[int, list[str]] = {}
+    for name, factor in factors.items():
+        groups.setdefault(id(factor.whole if isinstance(factor, Part) else factor), []).append(name)
+    for names in groups.values():
+        first = factors[names[0]]
+        parts = [part for name in names if isinstance(part := factors[name], Part)]
+        if isinstance(first, Part) and [part.place for part in parts] == list(range(first.count)):
+            yield names, first.whole
+        else:
+            yield from (([name], factors[name]) for name in names)
+
+
+def one_by_one(take: Callable[[str, Factor], None]) -> Callable[[Sequence[str], Factor], None]:
+    """Call ``take`` for every parameter of a factor."""
+
+    def take_all(names: Sequence[str], factor: Factor) -> None:
+        for name, part in zip(names, split(factor, len(names)), strict=True):
+            take(name, part)
+
+    return take_all
+
+
 class Part(Factor):
-    """One of ``count`` equal parts of a factor's samples: number ``place``."""
+    """One of ``count`` equal parts of a factor's samples: number ``place``. Its norms are found by the whole."""
 
-    def __init__(self, whole: Factor, place: int, count: int, batch: int, nbytes: int) -> None:
+    __slots__ = ("_alone", "count", "place", "whole")
+
+    def __init__(self, whole: Factor, place: int, count: int) -> None:
         self.whole, self.place, self.count = whole, place, count
-        self._batch, self._nbytes = batch, nbytes
+        self._alone: Factor | None = None
 
-    @classmethod
-    def all_of(cls, whole: Factor, count: int) -> list[Part]:
-        """Every part, in order."""
-        batch, nbytes = whole.batch // count, whole.nbytes // count
-        return [cls(whole, place, count, batch, nbytes) for place in range(count)]
-
-    @cached_property
+    @property
     def alone(self) -> Factor:
-        """The same as a factor of its own."""
-        start = self.place * self.batch
-        return self.whole[start : start + self.batch]
+        """A factor of these samples alone, which answers everything that the whole does not."""
+        if self._alone is None:
+            start = self.place * self.batch
+            self._alone = self.whole[start : start + self.batch]
+        if self.whole.knows_norms and not self._alone.knows_norms:
+            self._alone.take_norms(self.own_norms())
+        return self._alone
 
     @property
     def batch(self) -> int:
-        return self._batch
+        return self.whole.batch // self.count
 
     @property
     def shape(self) -> Shape:
@@ -52,25 +83,19 @@ class Part(Factor):
 
     @property
     def nbytes(self) -> int:
-        return self._nbytes
+        return self.whole.nbytes // self.count
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return self.alone.tensors
 
-    def __getitem__(self, samples: Samples) -> Factor:
-        return self.alone[samples]
-
-    @property
-    def kin(self) -> Hashable:
-        return Part, id(self.whole)
-
-    def joined(self, group: Sequence[Self]) -> Factor | None:
-        return self.whole if [part.place for part in group] == list(range(self.count)) else None
-
     @property
     def cancels(self) -> bool:
         return self.whole.cancels
+
+    @property
+    def rounds_written(self) -> bool:
+        return self.whole.rounds_written
 
     @property
     def knows_norms(self) -> bool:
@@ -79,21 +104,21 @@ class Part(Factor):
     def own_norms(self, space: Workspace | None = None) -> Tensor:
         return self.whole.own_norms(space).view(self.count, self.batch)[self.place]
 
-    def share_norms(self, group: Sequence[Self], space: Workspace) -> None:
-        self.whole.own_norms(space)
+    def measure(self, space: Workspace) -> None:
+        self.whole.measure(space)
 
-    def doubtful(self, space: Workspace | None = None) -> Tensor:
-        found = self.whole.doubtful(space)
-        return found if not found.numel() else found[found // self.batch == self.place] % self.batch
-
-    def sizes(self) -> Tensor:
-        return self.alone.sizes()
-
-    def prefers_stack(self, reused: bool) -> bool:
-        return self.whole.prefers_stack(reused)
+    def imprecise(self, space: Workspace | None = None) -> Tensor:
+        samples = self.whole.imprecise(space)
+        return samples[samples // self.batch == self.place] % self.batch if samples.numel() else samples
 
     def stack(self, out: Tensor | None = None) -> Tensor:
         return self.alone.stack(out)
+
+    def __getitem__(self, samples: Samples) -> Factor:
+        return self.alone[samples]
+
+    def gram(self, other: Factor, space: Workspace | None = None) -> Tensor:
+        return self.alone.gram(other.alone if isinstance(other, Part) else other, space)
 
     def stacks(self, space: Workspace) -> Iterator[tuple[slice, Tensor]]:
         return self.alone.stacks(space)
@@ -104,37 +129,29 @@ class Part(Factor):
     def elements(self, start: int, stop: int) -> Tensor | None:
         return self.alone.elements(start, stop)
 
+    def prefers_stack(self, reused: bool) -> bool:
+        return self.whole.prefers_stack(reused)
+
+    def sizes(self) -> Tensor:
+        return self.alone.sizes()
+
     def rounding(self) -> Tensor:
         return self.alone.rounding()
 
     def norm_bounds(self, space: Workspace | None = None) -> Tensor:
-        self._measure_alone(space)
-        return self.alone.norm_bounds(space)
-
-    def _measure_alone(self, space: Workspace | None) -> None:
         self.measure(space or Workspace())
-        self.alone._norms = self.own_norms(space)
+        return self.alone.norm_bounds(space)
 
     def widened(self, dtype: torch.dtype | None = None) -> Factor:
         return self.alone.widened(dtype)
 
-    def measure(self, space: Workspace) -> None:
-        self.whole.measure(space)
-
-    @property
-    def rounds_written(self) -> bool:
-        return self.whole.rounds_written
-
     def exact(self, unit: Unit, space: Workspace) -> Exact:
-        self._measure_alone(space)
+        self.measure(space)
+        self.own_norms(space)
         return self.alone.exact(unit, space)
 
     def weighted_sum(self, weights: Tensor, space: Workspace | None = None) -> Tensor:
         return self.alone.weighted_sum(weights, space)
-
-    def weighted_sums(self, group: Sequence[Self], weights: Tensor, space: Workspace) -> Sequence[Tensor]:
-        sums = self.whole.sums_of_parts(self.count, weights, space)
-        return [sums[part.place] for part in group]
 
     def sum_squares(self, center: Tensor | None = None, space: Workspace | None = None) -> Tensor:
         return self.alone.sum_squares(center, space)
@@ -142,8 +159,27 @@ class Part(Factor):
     def dot(self, directions: Tensor, space: Workspace | None = None) -> Tensor:
         return self.alone.dot(directions, space)
 
-    def gram(self, other: Factor, space: Workspace | None = None) -> Tensor:
-        return self.alone.gram(other.alone if isinstance(other, Part) else other, space)
-
     def compress(self, left: Tensor, right: Tensor, space: Workspace | None = None) -> Tensor:
         return self.alone.compress(left, right, space)
+
+
+_SMALL = 2**15  # bytes of a sum; making larger ones at once costs a copy that shows
+
+
+def bounded_sums(factors: dict[str, Factor], weights: Tensor, space: Workspace) -> dict[str, Tensor]:
+    """`bounded_sum` of every factor, in its own dtype; ``factors`` is emptied on the way."""
+    tiny, sums = vanishing(weights), dict[str, Tensor]()
+    for names, whole in regroup(factors):
+        for name in names:
+            del factors[name]
+        totals = _bounded_sums(whole, len(names), weights, tiny, space)
+        sums.update((name, total.to(whole.dtype)) for name, total in zip(names, totals, strict=True))
+    return sums
+
+
+def _bounded_sums(whole: Factor, count: int, weights: Tensor, tiny: Tensor, space: Workspace) -> Sequence[Tensor]:
+    """At once, unless some samples have to be written out."""
+    small = whole.numel * whole.dtype.itemsize <= _SMALL
+    if count > 1 and small and not tiny.numel() and not (whole.cancels and whole.imprecise(space).numel()):
+        return whole.weighted_sums(count, weights.to(whole.device), space)
+    return [part.bounded_sum(weights, space, tiny) for part in split(whole, count)]

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
-from torch.autograd.graph import Node
 
 from .contraction import read_contraction
 from .custom import is_known, taught
@@ -14,16 +13,16 @@ from .flows import FLOWS
 from .flows.products import LETTERS
 from .flows.registry import only, whole
 from .flows.shapes import SECTIONS
-from .invoke import is_opaque
 from .layout import NOBODY, Block, Labels, Layout, Shape, join
 from .library import unspent
 from .names import POINTWISE
+from .nodes import is_opaque
 from .probe import probe_call, probe_node, probe_slots
 from .roots import Roots
 from .rows import Below, below_product
-from .saved import in_checkpoint, is_compiled, is_custom
+from .saved import in_checkpoint, is_compiled
 from .site import Fate, Flow, Site, Sites, weights_only
-from .tape import Slot, Tape, is_leaf, op_name
+from .tape import Slot, Tape
 
 _BY_SHAPE = POINTWISE | {"View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "T"}
 _MOST = 65536
@@ -31,7 +30,7 @@ _FATES: dict[tuple[str, Shape, Block, Shape], Block | Flow] = {}  # what was fou
 
 
 @dataclass(slots=True)
-class Map:
+class SampleMap:
     """Where every sample lies.
 
     A node is *separable* when all its cotangents are, otherwise *batched*: B cotangents have to be pulled through it.
@@ -41,9 +40,9 @@ class Map:
     batch: int
     sites: Sites
     cotangents: dict[Slot, Layout | Flow] = field(default_factory=dict)
-    flows: dict[tuple[Node, int], Fate] = field(default_factory=dict)  # outputs of separable nodes
-    batched: set[Node] = field(default_factory=set)
-    probed: set[Node] = field(default_factory=set)  # nodes whose data had to be asked
+    flows: dict[tuple[int, int], Fate] = field(default_factory=dict)  # outputs of separable nodes
+    batched: set[int] = field(default_factory=set)
+    probed: set[int] = field(default_factory=set)  # nodes whose data had to be asked
 
     def sizes(self) -> set[int]:
         """The numbers of rows in which samples of different lengths lie one after another."""
@@ -51,7 +50,7 @@ class Map:
         ragged = [mark for mark in marks if mark.numel() == max(mark.shape, default=0) > 1]
         return {mark.numel() for mark in ragged if bool((mark != NOBODY).all())}
 
-    def layouts(self, node: Node) -> list[Layout | None]:
+    def layouts(self, node: int) -> list[Layout | None]:
         """The layouts of a separable node's cotangents."""
         found = []
         for nr in range(len(self.sites[node].shapes)):
@@ -61,7 +60,7 @@ class Map:
         return found
 
 
-def assign(tape: Tape, roots: Roots) -> Map:
+def assign(tape: Tape, roots: Roots) -> SampleMap:
     """Follow the samples through the whole tape."""
     return _Assignment(tape, roots).run()
 
@@ -71,13 +70,14 @@ class _Assignment:
 
     def __init__(self, tape: Tape, roots: Roots) -> None:
         self.tape, self.roots = tape, roots
-        self.map = Map(roots.batch, Sites(tape))
-        self.brought: dict[Node, list[Tensor | None]] = {}  # cotangents of this call, where nodes were asked with them
+        self.map = SampleMap(roots.batch, Sites(tape))
+        self.brought: dict[int, list[Tensor | None]] = {}  # cotangents of this call, where nodes were asked with them
         self.settled: dict[Slot, Fate] = {}  # cotangents of which a real backward showed the whole sum
 
-    def run(self) -> Map:
-        for slot, layout in self.roots.places:
-            if slot[0] in self.tape.edges:
+    def run(self) -> SampleMap:
+        for place, layout in self.roots.places:
+            slot = self.tape.graph.slot(place)
+            if slot is not None and slot[0] in self.tape.edges:
                 self._merge(slot, layout)
         cotangents, batched = self.map.cotangents, self.map.batched
         for node in self.tape.order:
@@ -88,16 +88,16 @@ class _Assignment:
             if any(isinstance(state, Flow) for state in states):
                 batched.add(node)
                 cotangents.update((slot, Flow.SHARED) for slot in self.tape.edges[node] if slot is not None)
-            elif not is_leaf(node) and any(
+            elif not self.tape.is_leaf(node) and any(
                 state is not None and 0 not in shape for state, shape in zip(states, shapes, strict=True)
             ):  # a cotangent without elements carries nothing
                 self._flow(self.map.sites[node], states)  # type: ignore[arg-type]
         return self.map
 
-    def _flow_by_shape(self, node: Node, shape: Shape, layout: Block) -> bool:
+    def _flow_by_shape(self, node: int, shape: Shape, layout: Block) -> bool:
         """The common case, remembered: ops whose flow depends on shapes alone; False if this is not one."""
-        name = op_name(node)
-        if name not in _BY_SHAPE or is_custom(node) or 0 in shape:
+        name = self.tape.name(node)
+        if name not in _BY_SHAPE or 0 in shape:
             return False
         flows, cotangents = self.map.flows, self.map.cotangents
         for k, slot in enumerate(self.tape.edges[node]):
@@ -130,7 +130,7 @@ class _Assignment:
                 fate = self._by_rule(site, k, layouts)
             if fate is Flow.PROBE:
                 fate = self._by_data(site, k, slot, layouts, asked)
-            self.map.flows[site.node, k] = fate
+            self.map.flows[site.index, k] = fate
             self._merge(slot, fate)
 
     def _by_data(self, site: Site, k: int, slot: Slot, layouts: Sequence[Layout | None], asked: list[Fate]) -> Fate:
@@ -139,7 +139,7 @@ class _Assignment:
             return Flow.SHARED
         if site.name in LETTERS and not is_opaque(site.node):
             return self._by_product(site, k, layouts)
-        self.map.probed.add(site.node)
+        self.map.probed.add(site.index)
         if is_opaque(site.node) and not is_compiled(site.node):
             return self._by_function(site, k, slot, layouts, asked)
         if not asked:
@@ -154,7 +154,7 @@ class _Assignment:
         origin = below_product(self.tape, self.map.sites, site, k, self.map.batch, self.map.sizes())
         if origin is Below.WEIGHTS:
             return Flow.SHARED  # not one sample's in any case
-        self.map.probed.add(site.node)
+        self.map.probed.add(site.index)
         layout, hidden = only(layouts), in_checkpoint(site.node)
         fate = probe_node(site, layouts, self.map.batch)[k] if hidden else read_contraction(site, k, layout)
         if fate is not Flow.MIXED or self.compiled:
@@ -176,20 +176,21 @@ class _Assignment:
         return asked[k]
 
     def _is_used_as_data(self, site: Site, k: int) -> bool:
-        """Has a doubtful leaf a place for every sample here, other than as operand of a product?"""
+        """Has a leaf that may be data a place for every sample here, other than as operand of a product?"""
         slot = site.edges[k]
-        doubtful = slot is not None and self.tape.reaches(slot[0], lambda node: node in self.tape.doubtful)
-        return doubtful and site.name not in LETTERS and site.shapes[0] == site.target(k)
+        unclear = slot is not None and not set(self.tape.maybe_data).isdisjoint(self.tape.below(slot[0]))
+        return unclear and site.name not in LETTERS and site.shapes[0] == site.target(k)
 
     @property
     def compiled(self) -> bool:
         """Is there a compiled region, which may refuse to run while the graph is kept?"""
-        return any(is_compiled(node) for node in self.tape.order)
+        return any(is_compiled(self.tape.node(n)) for n in self.tape.order)
 
     @property
     def linear(self) -> bool:
         """Are all backwards linear, as PyTorch's own are?"""
-        return all(is_compiled(node) or not is_opaque(node) or is_known(node) for node in self.tape.order)
+        nodes = map(self.tape.node, self.tape.order)
+        return all(is_compiled(node) or not is_opaque(node) or is_known(node) for node in nodes)
 
     def _look_again(self, slot: Slot) -> Fate:
         """Two contributions are of different samples at one place; are they in this call, or is one of them zero?"""
@@ -202,11 +203,15 @@ class _Assignment:
 
     def _cotangents(self, site: Site) -> list[Tensor | None]:
         """What this call's backward brings to a node; to custom ones all at once."""
-        if site.node not in self.brought:
-            nodes = [n for n in self.tape.order if is_opaque(n) and not is_compiled(n)]
-            with unspent(self.tape.order):
-                self.brought |= self.roots.passing(nodes if site.node in nodes else [site.node], self.tape.edges)
-        return self.brought[site.node]
+        if site.index not in self.brought:
+            tape = self.tape
+            custom = [n for n in tape.order if is_opaque(tape.node(n)) and not is_compiled(tape.node(n))]
+            asked = custom if site.index in custom else [site.index]
+            below = dict.fromkeys(slot for n in asked for slot in tape.edges[n] if slot is not None)
+            with unspent(map(tape.node, tape.order)):
+                came = self.roots.passing([tape.node(n) for n in asked], [tape.graph.at(slot) for slot in below])
+            self.brought |= {n: came[tape.node(n)] for n in asked}
+        return self.brought[site.index]
 
     def _by_rule(self, site: Site, k: int, layouts: Sequence[Layout | None]) -> Fate:
         if is_opaque(site.node):

@@ -1,31 +1,28 @@
-"""Uses that are alike, turned into factors together.
+"""Where samples meet what they share: ops that use a shared tensor, one at a time or several as one.
 
-In a deep network of small layers, Python costs more per use than the arithmetic. Uses of one kind, with the same
-shapes and options, whose samples lie one after another, are one use with more samples: their cotangents and what they
-saved are concatenated, and one rule makes the factor of all their parameters, of which each is given its part.
+In a deep network of small layers, Python costs more per use than the arithmetic. Uses of one kind, with the same shapes
+and options, whose samples lie one after another, are one use with more samples: their cotangents and what they saved
+are concatenated, and one rule makes the factor of all their parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 
-from ..factors import Factor
 from .gather import Watch
 from .layout import Block
 from .notes import unnoted
-from .plan import Plan, Route
-from .pullback import lifted
-from .rules import RULES, Use
 from .saved import has, in_checkpoint, metadata, tensor, value
-from .site import Sites
-from .tape import op_name
+from .tape import Tape
+
+if TYPE_CHECKING:
+    from .plan import CapturePlan
 
 _NORM = ("input", "result1", "result2")
 # Ops whose rules treat rows apart from one another: what each output reads row by row, and what must be the same.
@@ -41,44 +38,32 @@ _ROWWISE: dict[str, tuple[dict[int, tuple[str, ...]], tuple[str, ...]]] = {
 }
 _LARGEST = 2**16  # numbers in a cotangent; of larger ones, a copy costs more than it saves
 _MOST = 2**23  # numbers that a forward pass may keep, as bundles wait for the end of the backward
-Saved = Mapping[str, Tensor]
+Saved = Mapping[str, Tensor | None]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Bundle:
-    """Frontier nodes of one kind, and for each of their outputs the way to each parameter."""
+    """One op that uses shared tensors, or several of one kind whose factors are made as one."""
 
-    nodes: tuple[Node, ...]
-    layout: Block  # of the cotangents of one node
-    routes: Mapping[int, tuple[Route, ...]]
+    nodes: tuple[int, ...]
+    outputs: tuple[int, ...]  # the backward outputs that go to shared tensors
+    passed: bool  # whether the engine goes on from here, so that cotangents are caught in passing
     watch: Watch = field(default_factory=Watch)
-    kept: Sequence[Saved] = ()  # what every node has saved that will be needed, as the backward lets go of it
+    saved: Sequence[Saved] = ()  # of several nodes, what each has saved that is read: the backward lets go of it
 
-    def renamed(self, names: Any) -> Bundle:
-        """The same with ``names[node]`` for every node."""
-        routes = {
-            k: tuple([(tuple([names[view] for view in views]), names[leaf]) for views, leaf in ways])
-            for k, ways in self.routes.items()
-        }
-        return Bundle(tuple([names[node] for node in self.nodes]), self.layout, routes, self.watch)
-
-    @property
-    def called(self) -> list[Node]:
-        """The nodes that stand for the others like them."""
-        return [self.nodes[0], *[view for routes in self.routes.values() for view in routes[0][0]]]
-
-    def read(self) -> None:
-        """Keep what the nodes have saved."""
-        reads = _ROWWISE[op_name(self.nodes[0])][0]
-        names = dict.fromkeys([name for k in self.routes for name in reads[k]])
+    def reading(self, tape: Tape) -> Bundle:
+        """This bundle with what its nodes have saved, in the graph of this call."""
+        reads = _ROWWISE[tape.name(self.nodes[0])][0]
+        names = dict.fromkeys([name for k in self.outputs for name in reads[k]])
         with unnoted():
-            self.kept = [{name: tensor(node, name) for name in names} for node in self.nodes]  # type: ignore[misc]
+            saved = [{name: tensor(tape.node(n), name) for name in names} for n in self.nodes]
+        return replace(self, saved=saved)
 
-    def is_alike(self) -> bool:
-        """Is all that was kept of one kind, and that of the cotangents?"""
+    def is_alike(self, tape: Tape) -> bool:
+        """Are all saved tensors of one kind, which is that of the cotangents?"""
         kinds = {
             (about.dtype, about.device, *[None if t is None else (t.dtype, t.device, t.shape) for t in one.values()])
-            for one, (about, *_) in zip(self.kept, map(metadata, self.nodes), strict=True)
+            for one, (about, *_) in zip(self.saved, [metadata(tape.node(n)) for n in self.nodes], strict=True)
         }
         first = kinds.pop()
         return (
@@ -88,73 +73,66 @@ class Bundle:
             and not kinds
         )
 
-    def is_as_planned(self) -> bool:
-        """The same, if it was so in a graph like this one.
+    def is_as_planned(self, tape: Tape) -> bool:
+        """Are they alike, as they were in a graph of the same form?
 
         What a product has saved follows from its weight and its cotangent, both of which are as they were then.
         """
-        return op_name(self.nodes[0]) in ("Mm", "Addmm") or self.is_alike()
+        return tape.name(self.nodes[0]) in ("Mm", "Addmm") or self.is_alike(tape)
 
-    def factors(self, sites: Sites, cotangents: Mapping[int, Tensor]) -> dict[int, Factor]:
-        """For every output, one factor with the samples of all nodes that got a cotangent, by their places."""
-        site, kept = sites[self.nodes[0]], [self.kept[i] for i in cotangents]
-        site.recomputed = {name: torch.cat([one[name] for one in kept]) for name in kept[0]}
-        layout = Block(len(cotangents) * self.layout.batch, self.layout.inner)
-        g, found = torch.cat(list(cotangents.values())), {}
-        for k, routes in self.routes.items():
-            factor = RULES[site.name](Use(site, k, (g,), (layout,), layout.batch))
-            for view in routes[0][0]:
-                factor = None if factor is None else lifted(sites[view], factor)
-            if factor is None:
-                raise LookupError(f"the rule for {site.name} gave nothing for {len(cotangents)} uses together")
-            found[k] = factor
-        site.forget()
-        return found
+    def saved_rows(self, places: Sequence[int]) -> dict[str, Tensor]:
+        """What the nodes at these places have saved, one node's rows after another's."""
+        chosen = [self.saved[place] for place in places]
+        return {name: torch.cat([one[name] for one in chosen]) for name in chosen[0]}  # type: ignore[misc]
 
 
-def bundle_up(plan: Plan) -> None:
-    """Take the frontier nodes that the engine passes, and that are like one another, out of a plan and into bundles."""
+def bundle_up(plan: CapturePlan) -> None:
+    """Make one bundle of uses that the engine passes, and that are alike."""
     if plan.activations > _MOST:
         return
-    alike: dict[Hashable, list[Node]] = {}
-    for node in plan.hooked:
-        kind = _kind(plan, node)
+    alike: dict[Hashable, list[Bundle]] = {}
+    for use in plan.uses:
+        kind = _kind(plan, use) if use.passed else None
         if kind is not None:
-            alike.setdefault(kind, []).append(node)
-    bundles = [_bundle(plan, nodes) for nodes in alike.values() if len(nodes) > 1]
-    for bundle in bundles:
-        bundle.read()
-    plan.bundles = [bundle for bundle in bundles if bundle.is_alike()]
-    taken = {node for bundle in plan.bundles for node in bundle.nodes}
-    plan.hooked = [node for node in plan.hooked if node not in taken]
-    plan.frontier = {node: outputs for node, outputs in plan.frontier.items() if node not in taken}
-    plan.direct = {use: route for use, route in plan.direct.items() if use[0] not in taken}
+            alike.setdefault(kind, []).append(use)
+    several = [
+        Bundle(tuple([node for use in uses for node in use.nodes]), uses[0].outputs, passed=True).reading(plan.tape)
+        for uses in alike.values()
+        if len(uses) > 1
+    ]
+    several = [bundle for bundle in several if bundle.is_alike(plan.tape)]
+    taken = {node for bundle in several for node in bundle.nodes}
+    plan.uses = [*[use for use in plan.uses if use.nodes[0] not in taken], *several]
 
 
-def _bundle(plan: Plan, nodes: list[Node]) -> Bundle:
-    layout = plan.map.cotangents[nodes[0], 0]
-    assert isinstance(layout, Block)
-    outputs = plan.frontier[nodes[0]]
-    return Bundle(tuple(nodes), layout, {k: tuple([plan.direct[node, k] for node in nodes]) for k in outputs})
-
-
-def _kind(plan: Plan, node: Node) -> Hashable:
-    """Equal for nodes that can be in one bundle; None for those that cannot be in any."""
-    name, outputs, shapes = op_name(node), plan.frontier[node], plan.tape.shapes(node)
-    if name not in _ROWWISE or not all((node, k) in plan.direct for k in outputs):
+def _kind(plan: CapturePlan, use: Bundle) -> Hashable:
+    """Equal for uses that can be in one bundle; None for those that cannot be in any."""
+    (number,) = use.nodes
+    tape = plan.tape
+    node, name, shapes = tape.node(number), tape.name(number), tape.shapes(number)
+    if name not in _ROWWISE:
         return None
     reads, options = _ROWWISE[name]
-    layout, size = plan.map.cotangents.get((node, 0)), prod(shapes[0])
+    layout, size = plan.map.cotangents.get((number, 0)), prod(shapes[0])
     in_order = isinstance(layout, Block) and layout.batch * layout.inner == size
     whole_rows = size and isinstance(layout, Block) and layout.inner % prod(shapes[0][1:]) == 0
-    if not in_order or not whole_rows or not reads.keys() >= set(outputs) or size > _LARGEST or in_checkpoint(node):
+    if not in_order or not whole_rows or not reads.keys() >= set(use.outputs) or size > _LARGEST or in_checkpoint(node):
         return None
     ways = []
-    for k in outputs:
-        views, leaf = plan.direct[node, k]
-        if any(op_name(view) != "T" for view in views):
+    for k in use.outputs:
+        *views, leaf = _only_way(plan, number, k)
+        if not tape.is_leaf(leaf) or plan.waiting[leaf] != 1:
             return None
-        ways.append((k, len(views), plan.tape.shapes(leaf), metadata(leaf)[0].dtype))
-    below = plan.tape.edges[node][0]
-    given = None if below is None else plan.tape.shape(below)  # the input's, if it was computed from parameters
+        ways.append((k, len(views), tape.shapes(leaf), metadata(tape.node(leaf))[0].dtype))
+    below = tape.edges[number][0]
+    given = None if below is None else tape.shape(below)  # the input's, if it was computed from parameters
     return name, shapes, given, layout, tuple(ways), tuple([value(node, o) for o in options if has(node, o)])
+
+
+def _only_way(plan: CapturePlan, number: int, k: int) -> Iterator[int]:
+    """The nodes below an output: through transposes, as long as nothing else comes to them; the last is another op."""
+    slot = plan.tape.edges[number][k]
+    while slot is not None:
+        yield slot[0]
+        alone = plan.waiting[slot[0]] == 1 and plan.tape.name(slot[0]) == "T"
+        slot = plan.tape.edges[slot[0]][0] if alone else None

@@ -1,41 +1,44 @@
 """One backward that stops at every parameter's use and keeps the factor instead of the sum.
 
-The engine runs once. Cotangents at the frontier are taken as they arrive, each is turned into a factor, and factors
-are pulled back to the parameters. A parameter's factor is handed over as soon as its last use has been seen, so that
-it need not outlive the backward. The engine never reaches beyond the frontier, so it is not asked for summed weight
-gradients; fused LSTM nodes, which compute all or nothing, are spared them on the way to a layer below.
+The engine runs once. Cotangents are taken where samples meet what they share, each is turned into a factor, and there
+is one way from there to a parameter: a factor is added to those of the shared tensor that the op used, and as soon as
+no other is to come, their sum goes on to what that tensor was computed from. Views and casts are passed at once, with
+the factor's structure; any other op waits until the engine is done, and is then given B cotangents at a time. A
+parameter's factor is handed over as soon as it is complete, so that it need not outlive the backward.
+
+The engine is not asked for summed weight gradients; fused LSTM nodes, which compute all or nothing, are spared them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 
-from ..factors import Dense, Factor, Masked, Part, combine
+from ..factors import Dense, Factor, Masked, combine, split
 from . import saved
 from .bundles import Bundle
 from .custom import taught
 from .fallback import push_masked
 from .gather import Births, Gathering, changed_in_place
-from .invoke import call, is_opaque, sum_to
-from .layout import Layout, labels
+from .invoke import call, sum_to
+from .layout import Block, Layout, labels
 from .library import unspent
-from .plan import Plan, Route
+from .nodes import NodeSlot, is_opaque
+from .plan import CapturePlan
 from .pullback import lifted, pull
 from .registry import or_else
 from .roots import Roots
 from .rules import RULES, Use, by_probe
 from .rules.recurrent import spared
 from .site import Flow, Site
-from .tape import Slot, is_leaf
+from .tape import Slot
 
-Sink = Callable[[str, Factor], None]  # called once per parameter that the losses reach
-PartsSink = Callable[[Sequence[str], Factor], None]  # for parameters whose samples are one after another in a factor
+# Called with the factor of one parameter, or of several: their samples are one parameter's after another's.
+Sink = Callable[[Sequence[str], Factor], None]
 
 
 class Capture:
@@ -43,39 +46,39 @@ class Capture:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: CapturePlan,
         roots: Roots,
         params: Mapping[str, Tensor],
         sink: Sink,
-        plain: Sequence[Slot] = (),
-        sink_parts: PartsSink | None = None,
+        plain: Sequence[NodeSlot] = (),
     ) -> None:
         self.plan, self.tape, self.map, self.roots = plan, plan.tape, plan.map, roots
         self.sink = sink
-        self.sink_parts = sink_parts
         self.plain = plain  # where ordinary gradients are wanted
         self.gradients: tuple[Tensor | None, ...] = (None,) * len(plain)  # what was found there
-        self.names: dict[int, list[str]] = {}
+        self.names: dict[int, list[str]] = {}  # of a parameter, by the id of its tensor
         for name, p in params.items():
             self.names.setdefault(id(p), []).append(name)
-        self.terms: dict[Slot, list[Factor]] = {}
-        self.waiting = dict(plan.waiting)  # contributions to batched nodes that are still to come
-        self.done: set[Node] = set()  # shared tensors whose factors have gone on
-        self.pending = dict(plan.frontier)  # frontier nodes whose cotangents have not come yet
-        self.terminal = {node for node, _ in plan.requested if not is_leaf(node)}
+        self.terms: dict[Slot | None, list[Factor]] = {}  # the contributions that have come to shared tensors
+        self.waiting = dict(plan.waiting)  # how many are still to come
+        self.held: list[int] = []  # complete, but to be pulled back when the engine is done
+        self.pending = {use.nodes[0]: use for use in plan.uses if len(use.nodes) == 1}  # no cotangents have come yet
         self.slow: dict[tuple[str, str], str] = {}  # op and parameter -> what to warn of
-        self.slow_below: dict[tuple[str, str], str] = {}  # the same, for batched nodes
+        self.slow_below: dict[tuple[str, str], str] = {}  # the same, for ops that are given B cotangents
         self.record: list[tuple[Site, int, str]] = []  # which use was handled how
-        self.lent: list[tuple[ref[Tensor], int]] = []  # PyTorch's tensors that are relied on, and their versions
+        self.watched: list[tuple[ref[Tensor], int]] = []  # tensors that factors are made of, and their versions
 
     def run(self, retain_graph: bool) -> None:
         """Run the backward; the sink has got every factor when it returns."""
-        for bundle in self.plan.bundles:
-            self._rely_on([t for kept in bundle.kept for t in kept.values()])
-        gathered = [Gathering(bundle.nodes, bundle.watch) for bundle in self.plan.bundles]
-        handles = [node.register_prehook(partial(self._consume, node)) for node in self.plan.hooked]
-        births = Births(self.plan.sources)
-        handles += births.hook()
+        several = [use for use in self.plan.uses if len(use.nodes) > 1]
+        for use in several:
+            self._watch([t for one in use.saved for t in one.values() if t is not None])
+        gathered = [Gathering([self.tape.node(n) for n in use.nodes], use.watch) for use in several]
+        births = Births(self.plan.sources, self.tape.graph)
+        handles = births.hook()
+        for number, use in self.pending.items():
+            if use.passed:
+                handles.append(self.tape.node(number).register_prehook(partial(self._consume, number)))
         for gathering in gathered:
             handles += gathering.hook()
         try:
@@ -85,112 +88,99 @@ class Capture:
                 handle.remove()
         births.check(cotangents)
         self._check_unchanged()
-        left = [*self.pending, *[node for node in self.plan.rest if node not in self.done and not is_leaf(node)]]
         with torch.no_grad():
-            for bundle, gathering in zip(self.plan.bundles, gathered, strict=True):
-                self._untie(bundle, gathering.end())
-            if any(saved.in_checkpoint(node) for node in left):
+            for use, gathering in zip(several, gathered, strict=True):
+                self._consume_several(use, gathering.end())
+            if any(saved.in_checkpoint(self.tape.node(number)) for number in self._left()):
                 saved.in_own_task(lambda: self._finish(cotangents))  # one recomputation of each region for all of them
             else:
                 self._finish(cotangents)
-
-    def _rely_on(self, tensors: Sequence[Tensor]) -> None:
-        """These are to stay as they are until the backward is over, or nobody has them any more."""
-        self.lent += [(ref(t), saved.version(t)) for t in tensors]
-
-    def _check_unchanged(self) -> None:
-        """Factors are made of cotangents and saved tensors, which others may change in place when their turn comes."""
-        for reference, version in self.lent:
-            t = reference()
-            if t is not None and saved.version(t) != version:
-                raise changed_in_place(t)
-
-    def _untie(self, bundle: Bundle, cotangents: Mapping[int, Tensor]) -> None:
-        """The factors of a bundle's parameters, those whose nodes got a cotangent."""
-        if cotangents:
-            for k, factor in bundle.factors(self.map.sites, cotangents).items():
-                self._deliver_parts([bundle.routes[k][i][1] for i in cotangents], factor)
 
     def _backward(self, retain_graph: bool) -> dict[Slot, Tensor]:
         requested = self.plan.requested
         if not requested and not self.plain:
             return {}
-        with unspent(self.tape.order if retain_graph else ()):
-            grads = self.roots.backward([*requested, *self.plain], retain_graph=retain_graph)
+        places = [self.tape.graph.at(slot) for slot in requested]
+        with unspent(map(self.tape.node, self.tape.order) if retain_graph else ()):
+            grads = self.roots.backward([*places, *self.plain], retain_graph=retain_graph)
         self.gradients = grads[len(requested) :]
         return {slot: g for slot, g in zip(requested, grads, strict=False) if g is not None}
 
-    def _take_requested(self, cotangents: dict[Slot, Tensor]) -> None:
-        for slot, g in cotangents.items():
-            if is_leaf(slot[0]):
-                layout = self.map.cotangents[slot]
-                assert isinstance(layout, Layout)
-                self._deliver(slot[0], _masked(g, layout))
-        for node in list(self.pending):
-            count = len(self.tape.shapes(node))
-            self._consume(node, [cotangents.pop((node, nr), None) for nr in range(count)])
+    def _watch(self, tensors: Iterable[Tensor]) -> None:
+        """These are to stay as they are until the backward is over, or nobody has them any more."""
+        self.watched += [(ref(t), saved.version(t)) for t in tensors]
 
-    def _consume(self, node: Node, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None] | None:
-        """Turn a frontier node's cotangents into factors for the shared tensors it used.
+    def _check_unchanged(self) -> None:
+        """Factors are made of cotangents and saved tensors, which others may change in place when their turn comes."""
+        for reference, version in self.watched:
+            t = reference()
+            if t is not None and saved.version(t) != version:
+                raise changed_in_place(t)
+
+    # From a use to its factors.
+
+    def _consume(self, number: int, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None] | None:
+        """Turn the cotangents of one op into factors of the shared tensors that it used.
 
         What comes back, if anything, the engine is to give the node instead.
         """
-        outputs = self.pending.pop(node, None)
-        if outputs is None:
+        use = self.pending.pop(number, None)
+        if use is None:
             return None
-        site = self.map.sites[node]
-        layouts: list[Layout | None] = [None] * len(grads)
-        cotangents: list[Tensor | None] = [None] * len(grads)
-        for nr, g in enumerate(grads):
-            layout = self.map.cotangents.get((node, nr)) if g is not None else None
-            if layout is not None:
-                assert not isinstance(layout, Flow)
-                layouts[nr], cotangents[nr] = layout, g
-        found: dict[int, Factor] = {}
-        instead = None
+        layouts = self.map.layouts(number)
+        cotangents = [None if layout is None else g for g, layout in zip(grads, layouts, strict=True)]
+        site, factors, instead = self.map.sites[number], dict[int, Factor](), None
         if any(g is not None for g in cotangents):
+            known = [None if g is None else layout for g, layout in zip(cotangents, layouts, strict=True)]
             self._read_ahead(site)
-            found = self._factors(site, outputs, cotangents, layouts)
+            factors = self._factors(site, use.outputs, cotangents, known, self.map.batch)
             instead = spared(site, grads, self.plain)
             site.forget()
-        for k in outputs:
-            route = self.plan.direct.get((node, k))
-            if route is None:
-                self._add(site.edges[k], found.get(k))
-            elif k in found:
-                self._send(found[k], route)
+        for k in use.outputs:
+            self._add([site.edges[k]], factors.get(k))
         return instead
 
-    def _send(self, factor: Factor | None, route: Route) -> None:
-        """Through the views of a parameter that is used nowhere else."""
-        views, leaf = route
-        for view in views:
-            assert factor is not None
-            factor = lifted(self.map.sites[view], factor)
-        self._deliver(leaf, factor)
+    def _consume_several(self, use: Bundle, cotangents: Mapping[int, Tensor]) -> None:
+        """Turn the cotangents of ops that are alike, by their places in the bundle, into factors as if of one op."""
+        if not cotangents:
+            return
+        site, (layout, *_) = self.map.sites[use.nodes[0]], self.map.layouts(use.nodes[0])
+        assert isinstance(layout, Block)
+        layout = Block(len(cotangents) * layout.batch, layout.inner)
+        site.recomputed = use.saved_rows(list(cotangents))
+        factors = self._factors(site, use.outputs, [torch.cat(list(cotangents.values()))], [layout], layout.batch)
+        site.forget()
+        for k in use.outputs:
+            self._add([self.tape.edges[use.nodes[place]][k] for place in cotangents], factors[k])
 
     def _factors(
-        self, site: Site, outputs: Sequence[int], cotangents: Sequence[Tensor | None], layouts: Sequence[Layout | None]
+        self,
+        site: Site,
+        outputs: Sequence[int],
+        cotangents: Sequence[Tensor | None],
+        layouts: Sequence[Layout | None],
+        batch: int,
     ) -> dict[int, Factor]:
         """By rule where there is one for this layout, the rest by pushing sample after sample through the node."""
-        found: dict[int, Factor] = {}
+        factors: dict[int, Factor] = {}
         for k in outputs:
-            factor = self._by_rule(Use(site, k, cotangents, layouts, self.map.batch))
+            factor = self._by_rule(Use(site, k, cotangents, layouts, batch))
             if factor is not None:
-                found[k] = factor
-                self._rely_on(factor.tensors)
+                factors[k] = factor
+                self._watch(factor.tensors)
                 self.record.append((site, k, f"rule: {type(factor).__name__}"))
-        slow = [k for k in outputs if k not in found]
+        slow = [k for k in outputs if k not in factors]
+        if slow and batch != self.map.batch:
+            raise LookupError(f"the rule for {site.name} gave nothing for uses that are alike")
         if slow:
             for k in slow:
-                self._note(site, k, self.slow)
-                self.record.append((site, k, f"fallback: {self.map.batch} calls of the node"))
-            for k, value in push_masked(site, cotangents, layouts, self.map.batch, slow).items():
-                found[k] = Dense(value)
-        return found
+                self._note_slow(site, k, self.slow)
+            for k, value in push_masked(site, cotangents, layouts, batch, slow).items():
+                factors[k] = Dense(value)
+        return factors
 
     def _by_rule(self, use: Use) -> Factor | None:
-        flow = self.map.flows[use.site.node, use.k]
+        flow = self.map.flows[use.site.index, use.k]
         if isinstance(flow, Layout):
             return self._separable_edge(use, flow)
         if is_opaque(use.site.node):
@@ -208,121 +198,115 @@ class Capture:
             return None
         return _masked(sum_to(value, use.target, use.site.metadata(use.k).dtype), flow)
 
-    def _note(self, site: Site, k: int, notes: dict[tuple[str, str], str]) -> None:
+    def _read_ahead(self, site: Site) -> None:
+        """Read what a checkpointed node saved; and, as its region is there, what the engine will not come to in it."""
+        if site.recomputed or not saved.in_checkpoint(site.node):
+            return
+        site.recomputed = saved.read_ahead(site.node)
+        for number, use in self.pending.items():
+            if not use.passed and saved.is_recomputed(self.tape.node(number)):
+                self.map.sites[number].recomputed = saved.read_last(self.tape.node(number))
+
+    # From a factor to the parameter.
+
+    def _add(self, slots: Sequence[Slot | None], factor: Factor | None) -> None:
+        """A contribution to a shared tensor has come, or turned out to be nothing.
+
+        Several slots are of tensors that are alike and have no other use: their samples are one after another's.
+        """
+        arrived = [(slots, factor)]
+        while arrived:
+            slots, factor = arrived.pop()
+            nodes = [slot[0] for slot in slots if slot is not None]
+            for node in nodes:
+                self.waiting[node] -= 1
+            if factor is not None:
+                self.terms.setdefault(slots[0], []).append(factor)
+            if self.waiting[nodes[0]] == 0:
+                arrived += self._complete(nodes)
+
+    def _complete(self, nodes: Sequence[int]) -> list[tuple[Sequence[Slot | None], Factor | None]]:
+        """All contributions have come: hand the factor over, or pass it on through a view or cast, or hold it."""
+        first = nodes[0]
+        if self.tape.is_leaf(first):
+            self._deliver(nodes, self._take((first, 0)))
+            return []
+        site = self.map.sites[first]
+        if not any((first, nr) in self.terms for nr in range(len(site.shapes))):
+            return [([slot], None) for _, slot in site.outputs]
+        if len(site.edges) == len(site.shapes) == 1:
+            factor = self._take((first, 0))
+            assert factor is not None
+            passed = lifted(site, factor)
+            if passed is not None:
+                return [([self.tape.edges[node][0] for node in nodes], passed)]
+            self.terms[first, 0] = [factor]
+        self.held.append(first)
+        return []
+
+    def _left(self) -> list[int]:
+        """The ops that are called or read when the engine is done."""
+        waiting = [n for n, count in self.waiting.items() if count and not self.tape.is_leaf(n)]
+        return [*self.pending, *self.held, *waiting]
+
+    def _finish(self, cotangents: dict[Slot, Tensor]) -> None:
+        """Take what the engine returned, and pull back what was held."""
+        for number in list(self.pending):
+            count = len(self.tape.shapes(number))
+            self._consume(number, [cotangents.pop((number, nr), None) for nr in range(count)])
+        for slot in self.plan.requested:
+            if self.tape.is_leaf(slot[0]):
+                g, layout = cotangents.get(slot), self.map.cotangents[slot]
+                assert isinstance(layout, Layout)
+                self._add([slot], None if g is None else _masked(g, layout))
+        while self.held:
+            self._pull(self.map.sites[self.held.pop()])
+
+    def _pull(self, site: Site) -> None:
+        """Through an op that all samples share, B cotangents at a time."""
+        factors, slow = pull(site, [self._take((site.index, nr)) for nr in range(len(site.shapes))], self.map.batch)
+        for k, slot in site.outputs:
+            if slow and k in factors:
+                self._note_slow(site, k, self.slow_below)
+            self._add([slot], factors.get(k))
+
+    def _take(self, slot: Slot) -> Factor | None:
+        """The sum of all contributions, of which some may have waited."""
+        terms = self.terms.pop(slot, None)
+        if terms is None:
+            return None
+        if len(terms) > 1:
+            self._check_unchanged()
+        return combine(terms)
+
+    def _deliver(self, leaves: Sequence[int], factor: Factor | None) -> None:
+        """Hand over the factor of one parameter, or of several; each under all of its names."""
+        if factor is None:
+            return
+        names = [self._names(leaf) for leaf in leaves]
+        if all(len(each) == 1 for each in names):
+            self.sink([name for (name,) in names], factor)
+            return
+        for each, part in zip(names, split(factor, len(leaves)), strict=True):
+            for name in each:
+                self.sink([name], part)
+
+    def _names(self, leaf: int) -> list[str]:
+        return self.names[id(self.tape.graph.leaves[leaf])]
+
+    def _note_slow(self, site: Site, k: int, notes: dict[tuple[str, str], str]) -> None:
         """Remember to say that this op was slow, once per parameter."""
-        for name in self._names_below(site, k):
+        self.record.append((site, k, f"fallback: {self.map.batch} calls of the node"))
+        slot = site.edges[k]
+        assert slot is not None
+        leaves = [n for n in self.tape.below(slot[0]) if self.tape.is_leaf(n)]
+        for name in sorted([name for leaf in leaves for name in self._names(leaf)]):
             notes.setdefault(
                 (site.name, name),
                 f"persample has no fast rule for {site.name} on its way to parameter {name!r} "
                 f"(cotangents of shape {[tuple(s) for s in site.shapes]}, output {k}): the answer is exact, but "
                 f"{self.map.batch} samples go through this op one at a time.",
             )
-
-    def _names_below(self, site: Site, k: int) -> list[str]:
-        route, slot = self.plan.direct.get((site.node, k)), site.edges[k]
-        if route is not None:
-            return self.names[id(self.tape.leaves[route[1]])]
-        assert slot is not None
-        return [name for name, _ in self.parameters_below(slot[0])]
-
-    def parameters_below(self, node: Node) -> list[tuple[str, str]]:
-        """The parameters that a node leads to, each with the node types on one way there."""
-        stack: list[tuple[Node, tuple[str, ...]]] = [(node, ())]
-        seen, found = set(), []
-        while stack:
-            here, way = stack.pop()
-            if here in seen:
-                continue
-            seen.add(here)
-            if is_leaf(here):
-                found += [(name, ", ".join(way)) for name in self.names[id(self.tape.leaves[here])]]
-            stack.extend((s[0], (*way, type(here).__name__)) for s in self.tape.edges[here] if s is not None)
-        return sorted(found)
-
-    def _read_ahead(self, site: Site) -> None:
-        """Read what a checkpointed node saved; and, as its region is there, what the engine will not come to in it."""
-        if site.recomputed or not saved.in_checkpoint(site.node):
-            return
-        site.recomputed = saved.read_ahead(site.node)
-        for other in self.terminal:
-            if other in self.pending and saved.is_recomputed(other):
-                self.map.sites[other].recomputed = saved.read_last(other)
-
-    def _add(self, slot: Slot | None, factor: Factor | None) -> None:
-        """One contribution to a shared tensor's factor has come, or turned out to be nothing."""
-        assert slot is not None
-        arrived = [(slot, factor)]
-        while arrived:
-            (node, nr), term = arrived.pop()
-            if term is not None:
-                self.terms.setdefault((node, nr), []).append(term)
-            self.waiting[node] -= 1
-            if self.waiting[node] == 0:
-                if is_leaf(node):
-                    self._deliver(node, self._take((node, 0)))
-                else:
-                    arrived += self._lift(node)
-
-    def _lift(self, node: Node) -> list[tuple[Slot, Factor | None]]:
-        """Through a view or cast at once; anything else waits until the engine is done."""
-        site = self.map.sites[node]
-        slot = site.edges[0] if len(site.edges) == 1 else None
-        terms = self.terms.get((node, 0))
-        if slot is None or not terms:
-            return []
-        factor = lifted(site, self._combined(terms))
-        if factor is None:
-            return []
-        del self.terms[node, 0]
-        self.done.add(node)
-        return [(slot, factor)]
-
-    def _finish(self, cotangents: dict[Slot, Tensor]) -> None:
-        """Take what the engine returned, and pull back what is left, from the losses down."""
-        self._take_requested(cotangents)
-        for node in self.plan.rest:
-            if node in self.done:
-                continue
-            if is_leaf(node):
-                self._deliver(node, self._take((node, 0)))
-                continue
-            site = self.map.sites[node]
-            factors = [self._take((node, nr)) for nr in range(len(site.shapes))]
-            if any(f is not None for f in factors):
-                found, slow = pull(site, factors, self.map.batch)
-                for k in found if slow else ():
-                    self._note(site, k, self.slow_below)
-                    self.record.append((site, k, f"fallback: {self.map.batch} calls of the node"))
-                for k, factor in found.items():
-                    slot = site.edges[k]
-                    assert slot is not None
-                    self.terms.setdefault(slot, []).append(factor)
-
-    def _take(self, slot: Slot) -> Factor | None:
-        terms = self.terms.pop(slot, None)
-        return self._combined(terms) if terms else None
-
-    def _combined(self, terms: Sequence[Factor]) -> Factor:
-        """The sum of several uses, of which some have waited."""
-        if len(terms) > 1:
-            self._check_unchanged()
-        return combine(terms)
-
-    def _deliver_parts(self, leaves: Sequence[Node], whole: Factor) -> None:
-        """Parameters whose samples are one after another in a factor: at once, if each of them has one name."""
-        names = [self.names[id(self.tape.leaves[leaf])] for leaf in leaves]
-        if self.sink_parts is not None and all(len(each) == 1 for each in names):
-            self.done.update(leaves)
-            self.sink_parts([name for (name,) in names], whole)
-        else:
-            for leaf, part in zip(leaves, Part.all_of(whole, len(leaves)), strict=True):
-                self._deliver(leaf, part)
-
-    def _deliver(self, leaf: Node, factor: Factor | None) -> None:
-        self.done.add(leaf)
-        if factor is not None:
-            for name in self.names[id(self.tape.leaves[leaf])]:
-                self.sink(name, factor)
 
 
 def _masked(value: Tensor, layout: Layout) -> Factor:

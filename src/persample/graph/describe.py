@@ -17,7 +17,7 @@ from .library import op_of
 from .plan import plan
 from .roots import Roots
 from .saved import is_custom
-from .tape import is_leaf, op_name
+from .tape import Tape
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,16 @@ def _shown(node: Node) -> str:
     return (op_of(node) if is_custom(node) else None) or type(node).__name__
 
 
+def _ways_to_leaves(tape: Tape, start: int) -> dict[int, tuple[str, ...]]:
+    """The leaves that a node leads to, each with the node types on one way there."""
+    ways: dict[int, tuple[str, ...]] = {start: ()}
+    for node in tape.below(start):
+        for slot in tape.edges[node]:
+            if slot is not None:
+                ways[slot[0]] = (*ways[node], type(tape.node(node)).__name__)
+    return {node: way for node, way in ways.items() if tape.is_leaf(node)}
+
+
 def describe(losses: Tensor, params: Mapping[str, Tensor]) -> tuple[list[Handling], list[str]]:
     """Every use of every parameter, and the ops in which samples interact. Runs a backward and keeps the graph."""
     if losses.grad_fn is None:
@@ -61,30 +71,33 @@ def describe(losses: Tensor, params: Mapping[str, Tensor]) -> tuple[list[Handlin
         ], []
     try:
         roots = Roots.of_losses(losses)
-        check_reached(roots.walk(params.values()), params)
+        check_reached(roots.tape(params.values()), params)
         found = plan(roots, list(params.values())) if len(losses) > 1 else None
     except UnsupportedError as error:
         return [Handling(name, "", "", "", f"refused: {error}") for name in params], []
     if found is None:
         return [Handling(name, "", "", "", "one sample or none: an ordinary backward") for name in params], []
-    capture = Capture(found, roots, params, lambda name, factor: None)
+    capture = Capture(found, roots, params, lambda names, factor: None)
     capture.run(retain_graph=True)
     rows: dict[str, list[Handling]] = {name: [] for name in params}
     for site, k, how in capture.record:
         layout = "shared by all samples"
-        if site.node not in found.map.batched:
-            layouts = found.map.layouts(site.node)
+        if site.index not in found.map.batched:
+            layouts = found.map.layouts(site.index)
             shown = next(nr for nr, lay in enumerate(layouts) if lay is not None)
             layout = in_words(layouts[shown], site.shapes[shown])
         slot = site.edges[k]
         assert slot is not None
-        for name, via in capture.parameters_below(slot[0]):
-            rows[name].append(Handling(name, _shown(site.node), via, layout, how))
+        for leaf, via in _ways_to_leaves(found.tape, slot[0]).items():
+            for name in capture.names[id(found.tape.graph.leaves[leaf])]:
+                rows[name].append(Handling(name, _shown(site.node), ", ".join(via), layout, how))
     for node, _ in found.requested:
-        if is_leaf(node):
+        if found.tape.is_leaf(node):
             layout = in_words(found.map.layouts(node)[0], found.tape.shapes(node)[0])
-            for name in capture.names[id(found.tape.leaves[node])]:
-                rows[name].append(Handling(name, op_name(node), "", layout, "separable: every element is one sample's"))
+            for name in capture.names[id(found.tape.graph.leaves[node])]:
+                rows[name].append(
+                    Handling(name, found.tape.name(node), "", layout, "separable: every element is one sample's")
+                )
     for name, listed in rows.items():
         if not listed:
             listed.append(Handling(name, "", "", "", "zeros: the losses do not reach it"))

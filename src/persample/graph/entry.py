@@ -14,29 +14,29 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from .._errors import InteractionError, PerformanceWarning, UnsupportedError
-from ..factors import Dense, Factor, Masked
-from .assign import Map, assign
+from ..factors import Dense, Factor, Masked, one_by_one
+from .assign import SampleMap, assign
 from .bundles import bundle_up
-from .capture import Capture, PartsSink, Sink
+from .capture import Capture, Sink
 from .custom import is_known
 from .interaction import interactions
-from .invoke import is_opaque
 from .layout import Layout, sample_dims
 from .names import WEIGHT_VIEWS
+from .nodes import NodeSlot, is_opaque, op_name
 from .notes import noting
-from .plan import Plan, plan
-from .recall import outline, recall, remember
+from .plan import CapturePlan, plan
+from .recall import key_of, recall, remember
 from .roots import Roots, slot_of
 from .saved import is_compiled, is_torchs
-from .tape import Slot, Tape, leaf_of, op_name
+from .tape import Graph, Slot, Tape
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
     """Something that must hold of a plan: ``test`` raises if it does not, going by ``known`` and ``terms`` alone."""
 
-    test: Callable[[Plan], None]
-    known: Mapping[Slot, Layout]
+    test: Callable[[CapturePlan], None]
+    known: Mapping[NodeSlot, Layout]
     terms: Hashable
 
 
@@ -48,19 +48,17 @@ def capture_into(
     retain_graph: bool,
     independent: bool = False,
     tell_bytes: Callable[[int], None] | None = None,
-    sink_parts: PartsSink | None = None,
 ) -> None:
     """Hand the factor of every parameter that the losses reach to ``sink``, as soon as it is complete.
 
-    ``tell_bytes`` is told before, about how much memory the forward pass has kept. ``sink_parts`` is given parameters
-    whose factors were made together, if it is there.
+    ``tell_bytes`` is told before, about how much memory the forward pass has kept.
     """
     if not len(losses) or not params:
         return
     if losses.grad_fn is None:
         for name, p in params.items():
             if p is losses:
-                sink(name, Masked(torch.ones_like(p), torch.arange(len(p), device=p.device), len(p)))
+                sink([name], Masked(torch.ones_like(p), torch.arange(len(p), device=p.device), len(p)))
     else:
         roots = Roots.of_losses(losses)
         if roots.batch == 1:
@@ -73,7 +71,6 @@ def capture_into(
                 retain_graph=retain_graph,
                 independent=independent,
                 tell_bytes=tell_bytes,
-                sink_parts=sink_parts,
             )
 
 
@@ -86,25 +83,24 @@ def capture_from(
     independent: bool = False,
     trust_unseen: bool = False,
     tell_bytes: Callable[[int], None] | None = None,
-    sink_parts: PartsSink | None = None,
     check: Check | None = None,
-    plain: Sequence[Slot] = (),
-    tape: Tape | None = None,
+    plain: Sequence[NodeSlot] = (),
+    graph: Graph | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """The same from any places of a graph at which samples can be told apart.
+    """Hand factors to ``sink``, from any places of a graph at which samples can be told apart.
 
     ``trust_unseen`` takes custom Functions to keep samples apart, where ``independent`` alone would refuse them.
-    The plan is put to the ``check`` before anything is run. The ordinary gradients at ``plain`` come back. ``tape`` is
-    the graph, if it has been walked already.
+    The plan is put to the ``check`` before anything is run. The ordinary gradients at ``plain`` come back. ``graph`` is
+    what lies below the roots, if it has been read already.
     """
-    found, meeting, unseen = planned(roots, params, plain, tape, check, independent=independent)
+    made, meeting, unseen = planned(roots, params, plain, graph, check, independent=independent)
     if meeting:
         _report_interaction(meeting, independent)
     elif unseen and not trust_unseen:
         _refuse_unseen(unseen)
     if tell_bytes is not None:
-        tell_bytes(found.activations * roots.itemsize)
-    running = Capture(found, roots, params, sink, plain, sink_parts)
+        tell_bytes(made.activations * roots.itemsize)
+    running = Capture(made, roots, params, sink, plain)
     running.run(retain_graph)
     # Where samples interact, it has been said that everything below is slow.
     notes = running.slow if meeting else {**running.slow, **running.slow_below}
@@ -116,43 +112,43 @@ def capture_from(
 def planned(
     roots: Roots,
     params: Mapping[str, Tensor],
-    plain: Sequence[Slot] = (),
-    tape: Tape | None = None,
+    plain: Sequence[NodeSlot] = (),
+    graph: Graph | None = None,
     check: Check | None = None,
     *,
     independent: bool = False,
-) -> tuple[Plan, list[str], list[Node]]:
+) -> tuple[CapturePlan, list[str], list[Node]]:
     """What to do with this graph, the ops in which samples meet, and those of which nobody can tell.
 
     If they are to be ``independent``, all between data and losses is looked at, whatever parameters it leads to.
     """
-    tensors = list(params.values())
+    tensors, graph = list(params.values()), graph or roots.read()
     terms: Hashable = check.terms if check else None
     terms = ("independent", terms) if independent else terms
-    seen = outline(roots, tensors, plain, check.known if check else {}, terms)
-    known = None if seen is None else recall(seen)
-    if known is not None:
-        check_reached(known.tape, params)
-        return known, [], []
+    key = key_of(graph, roots, tensors, plain, check.known if check else {}, terms)
+    made = None if key is None else recall(key, graph)
+    if made is not None:
+        check_reached(made.tape, params)
+        return made, [], []
     with noting() as notes:
-        found = plan(roots, tensors, plain, tape=tape)
-        check_reached(found.tape, params)
-        _refuse_module_hooks(found)
-        whole, everywhere = _looked_at(roots, found) if independent else (found.tape, found.map)
+        made = plan(roots, tensors, plain, graph=graph)
+        check_reached(made.tape, params)
+        _refuse_module_hooks(made)
+        whole, everywhere = _looked_at(roots, made) if independent else (made.tape, made.map)
         meeting = interactions(whole, everywhere, thoroughly=independent)
         unseen = _unseen(whole) if independent else []
         if not meeting:
-            bundle_up(found)
+            bundle_up(made)
     if check is not None and not meeting:
-        check.test(found)
-    if seen is not None and not meeting and not unseen:
-        remember(seen, found, notes)
-    return found, meeting, unseen
+        check.test(made)
+    if key is not None and not meeting and not unseen:
+        remember(key, made, notes)
+    return made, meeting, unseen
 
 
-def _looked_at(roots: Roots, found: Plan) -> tuple[Tape, Map]:
+def _looked_at(roots: Roots, made: CapturePlan) -> tuple[Tape, SampleMap]:
     try:
-        return whole_graph(roots, found)
+        return whole_graph(roots, made)
     except RuntimeError as error:
         if "modified by an inplace operation" not in str(error):
             raise
@@ -162,54 +158,55 @@ def _looked_at(roots: Roots, found: Plan) -> tuple[Tape, Map]:
         ) from error
 
 
-def whole_graph(roots: Roots, found: Plan) -> tuple[Tape, Map]:
+def whole_graph(roots: Roots, made: CapturePlan) -> tuple[Tape, SampleMap]:
     """All of a graph, and where samples lie in it; leaves nobody asked for may be data, if they are no parameters."""
     roots.regions.refuse_taken()
-    if not found.tape.others:
-        return found.tape, found.map
-    others = {node: leaf_of(node) for node in found.tape.others}
-    tape = roots.walk([*found.tape.leaves.values(), *others.values()])
-    tape.data = {node for node, leaf in others.items() if not isinstance(leaf, torch.nn.Parameter)}
+    if not made.tape.others:
+        return made.tape, made.map
+    leaves = made.tape.graph.leaves
+    tape = roots.tape(leaves.values(), made.tape.graph)
+    tape.data = {n for n in made.tape.others if not isinstance(leaves[n], torch.nn.Parameter)}
     there = assign(tape, roots)
     apart = _leaves_by_sample(tape, there)
     if len(apart) < len(tape.data):
-        tape.data, tape.doubtful = apart, set(tape.data) - apart
+        tape.data, tape.maybe_data = apart, set(tape.data) - apart
         tape.weights.clear()
         there = assign(tape, roots)
     return tape, there
 
 
-def _leaves_by_sample(tape: Tape, map: Map) -> set[Node]:
+def _leaves_by_sample(tape: Tape, map: SampleMap) -> set[int]:
     """Leaves that may be data, and of which an op uses the samples apart: these are."""
-    found = set()
-    for (node, k), fate in map.flows.items():
+    leaves = set()
+    for (node, k), flow in map.flows.items():
         slot = tape.edges[node][k]
-        if slot is not None and slot[0] in tape.data and isinstance(fate, Layout):
-            found.update([slot[0]] if sample_dims(fate, tape.shape(slot)) else [])
-    return found
+        if slot is not None and slot[0] in tape.data and isinstance(flow, Layout):
+            leaves.update([slot[0]] if sample_dims(flow, tape.shape(slot)) else [])
+    return leaves
 
 
 def capture(
     losses: Tensor, params: Mapping[str, Tensor], *, retain_graph: bool, independent: bool = False
 ) -> dict[str, Factor]:
     """The factor of every parameter that the losses reach."""
-    found: dict[str, Factor] = {}
-    capture_into(losses, params, found.__setitem__, retain_graph=retain_graph, independent=independent)
-    return found
+    factors: dict[str, Factor] = {}
+    sink = one_by_one(factors.__setitem__)
+    capture_into(losses, params, sink, retain_graph=retain_graph, independent=independent)
+    return factors
 
 
 def _one_sample(roots: Roots, params: Mapping[str, Tensor], sink: Sink, retain_graph: bool) -> None:
     """One sample: an ordinary backward, on a graph that was looked at all the same."""
-    check_reached(roots.walk(params.values()), params)
+    check_reached(roots.tape(params.values()), params)
     grads = roots.backward([slot_of(p) for p in params.values()], retain_graph=retain_graph)
     for name, g in zip(params, grads, strict=True):
         if g is not None:
-            sink(name, Dense.of_one(g))
+            sink([name], Dense.of_one(g))
 
 
 def check_reached(tape: Tape, params: Mapping[str, Tensor]) -> None:
     """Never answer zeros for a parameter that the graph holds under another name."""
-    reached = {id(p) for p in tape.leaves.values()}
+    reached = {id(tape.graph.leaves[leaf]) for leaf in tape.leaves}
     hidden = [name for name, p in params.items() if id(p) not in reached and hasattr(p, "_local_tensor")]
     if hidden and tape.others:
         raise UnsupportedError(
@@ -218,9 +215,10 @@ def check_reached(tape: Tape, params: Mapping[str, Tensor]) -> None:
         )
 
 
-def _refuse_module_hooks(found: Plan) -> None:
+def _refuse_module_hooks(made: CapturePlan) -> None:
     """Nodes below an interaction are called by hand, and their hooks are not."""
-    if any(is_torchs(node, "BackwardHookFunction") for node in [*found.map.batched, *found.frontier]):
+    called = [*made.map.batched, *[node for use in made.uses for node in use.nodes]]
+    if any(is_torchs(made.tape.node(node), "BackwardHookFunction") for node in called):
         raise UnsupportedError(
             "a module has full backward hooks (register_full_backward_hook) at a place where cotangents are pulled "
             "back by hand, which would pass over the hooks: remove them for this call"
@@ -229,7 +227,7 @@ def _refuse_module_hooks(found: Plan) -> None:
 
 def _unseen(tape: Tape) -> list[Node]:
     """Independence cannot be promised for data that goes straight into a node whose inside nobody sees."""
-    return [node for node in tape.order if _is_unseen(tape, node)]
+    return [tape.node(number) for number in tape.order if _is_unseen(tape, number)]
 
 
 def _refuse_unseen(unseen: Sequence[Node]) -> None:
@@ -241,17 +239,17 @@ def _refuse_unseen(unseen: Sequence[Node]) -> None:
     )
 
 
-def _is_unseen(tape: Tape, node: Node) -> bool:
-    if not is_opaque(node) or is_known(node):
+def _is_unseen(tape: Tape, number: int) -> bool:
+    if not is_opaque(tape.node(number)) or is_known(tape.node(number)):
         return False
-    return node in tape.fed or any(_is_data_leaf(tape, slot) for slot in tape.edges[node])
+    return number in tape.fed or any(_is_data_leaf(tape, slot) for slot in tape.edges[number])
 
 
 def _is_data_leaf(tape: Tape, slot: Slot | None) -> bool:
     """Is this a leaf that may be data, or a view of one?"""
-    while slot is not None and op_name(slot[0]) in WEIGHT_VIEWS:
+    while slot is not None and tape.name(slot[0]) in WEIGHT_VIEWS:
         (slot,) = tape.edges[slot[0]]
-    return slot is not None and (slot[0] in tape.data or slot[0] in tape.doubtful)
+    return slot is not None and (slot[0] in tape.data or slot[0] in tape.maybe_data)
 
 
 def _target(node: Node) -> str:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ..kernels.library import plain
-from .invoke import call, call_each, is_opaque, sum_to
+from .invoke import call, call_each, sum_to
 from .layout import Layout, labels
+from .nodes import is_opaque
 from .saved import holds_sparse, in_backward, in_checkpoint, in_own_task, in_plain_task
 from .site import Site
 

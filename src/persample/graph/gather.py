@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .._errors import UnsupportedError
 from .saved import has_memory, is_custom, version
-from .tape import Slot
+from .tape import Graph, Slot
 
 
 @dataclass(slots=True)
@@ -67,28 +67,30 @@ def changed_in_place(t: Tensor) -> UnsupportedError:
     )
 
 
-Source = tuple[Node, int, Slot]  # a node, one of its outputs, and the slot at which the engine stops that it goes to
+Source = tuple[int, int, Slot]  # a node, one of its outputs, and the slot at which the engine stops that it goes to
 
 
 class Births:
     """Watches the cotangents that the engine will return, from when they are made."""
 
-    def __init__(self, sources: Sequence[Source]) -> None:
-        self._outputs: dict[Node, list[tuple[int, Slot]]] = {}
+    def __init__(self, sources: Sequence[Source], graph: Graph) -> None:
+        self._nodes = graph.nodes
+        self._outputs: dict[int, list[tuple[int, Slot]]] = {}
         for node, k, slot in sources:
             self._outputs.setdefault(node, []).append((k, slot))
         self._made: dict[Slot, list[tuple[int, int] | None]] = {}  # memory and version; None: nobody else has it
 
     def hook(self) -> list[RemovableHandle]:
         """Look at what comes out of every node that feeds them."""
-        return [node.register_hook(partial(self._look, node)) for node in self._outputs]
+        return [self._nodes[number].register_hook(partial(self._look, number)) for number in self._outputs]
 
-    def _look(self, node: Node, outputs: Sequence[Tensor | None], inputs: Sequence[Tensor | None]) -> None:
-        for k, slot in self._outputs[node]:
+    def _look(self, number: int, outputs: Sequence[Tensor | None], inputs: Sequence[Tensor | None]) -> None:
+        for k, slot in self._outputs[number]:
             g = outputs[k]
             if g is not None:
                 others = [*inputs, *outputs[:k], *outputs[k + 1 :]]
-                shared = is_custom(node) or any(t is not None and _memory(t) == _memory(g) for t in others)
+                custom = is_custom(self._nodes[number])
+                shared = custom or any(t is not None and _memory(t) == _memory(g) for t in others)
                 self._made.setdefault(slot, []).append((_memory(g), version(g)) if shared else None)
 
     def check(self, returned: Mapping[Slot, Tensor]) -> None:

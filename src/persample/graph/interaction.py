@@ -7,26 +7,24 @@ through detached values, or through gates that are zero today.
 
 from __future__ import annotations
 
-from torch.autograd.graph import Node
-
 from . import saved
-from .assign import Map
+from .assign import SampleMap
 from .flows.fibres import BATCH_NORMS, WINDOWS, mixed_dims, normalises_batch
 from .flows.products import LETTERS
-from .invoke import is_opaque
 from .layout import Labels, Layout, labels, sample_dims
 from .library import PRECOMPUTED, op_of
 from .names import READS, WEIGHT_VIEWS
+from .nodes import is_opaque
 from .readers import misread
 from .rows import Alignment, Below, goes_by_sample, memory_of_rows
 from .site import Flow, computes_with_data
-from .tape import Tape, is_leaf, op_name
+from .tape import Tape
 
 _BATCH_NORMS = frozenset(BATCH_NORMS.split())
 _RANKS = frozenset({"Sort", "Topk"})
 
 
-def interactions(tape: Tape, map: Map, *, thoroughly: bool = False) -> list[str]:
+def interactions(tape: Tape, map: SampleMap, *, thoroughly: bool = False) -> list[str]:
     """The ops in which samples are seen to meet, nearest to the losses first.
 
     ``thoroughly``: also where it costs nothing, as cotangents stay apart, and only the losses depend on other samples.
@@ -41,13 +39,13 @@ def interactions(tape: Tape, map: Map, *, thoroughly: bool = False) -> list[str]
     return list(found | _trails(tape, map, meeting)) if meeting else list(found)
 
 
-def _trails(tape: Tape, map: Map, meeting: set[Node]) -> dict[str, None]:
+def _trails(tape: Tape, map: SampleMap, meeting: set[int]) -> dict[str, None]:
     """The ops by which inseparable cotangents came to these nodes, without those below others of them."""
     found: dict[str, None] = {}
-    trails: dict[Node, dict[str, None]] = {}  # the same for every batched node
-    told: set[Node] = set()
+    trails: dict[int, dict[str, None]] = {}  # the same for every batched node
+    told: set[int] = set()
     for node in tape.order:
-        name, trail = op_name(node), trails.get(node, {})
+        name, trail = tape.name(node), trails.get(node, {})
         if node in meeting and node not in told:
             found.update(trail)
             told.add(node)
@@ -59,22 +57,23 @@ def _trails(tape: Tape, map: Map, meeting: set[Node]) -> dict[str, None]:
     return found
 
 
-def _meets(tape: Tape, map: Map, node: Node, partly: bool) -> bool:
+def _meets(tape: Tape, map: SampleMap, node: int, partly: bool) -> bool:
     """Do several samples' cotangents meet at a batched node that computes with data?"""
     mixed = partly or any(map.cotangents.get((node, nr)) is Flow.MIXED for nr in range(len(tape.shapes(node))))
-    if is_leaf(node):
-        return mixed and (node in tape.data or node in tape.doubtful)
-    if saved.is_custom(node) and op_of(node) == PRECOMPUTED:  # rows of data, added up where nobody sees it
+    if tape.is_leaf(node):
+        return mixed and (node in tape.data or node in tape.maybe_data)
+    custom = tape.node(node)
+    if saved.is_custom(custom) and op_of(custom) == PRECOMPUTED:  # rows of data, added up where nobody sees it
         return True
-    data = {*tape.data, *tape.doubtful}
-    return mixed and tape.reaches(node, lambda n: n in tape.fed or n in data or op_name(n) in READS)
+    data = {*tape.data, *tape.maybe_data}
+    return mixed and any(n in tape.fed or n in data or tape.name(n) in READS for n in tape.below(node))
 
 
-def _batch_statistics(tape: Tape, map: Map) -> list[str]:
+def _batch_statistics(tape: Tape, map: SampleMap) -> list[str]:
     """Batch norms that average over samples: seen even where nothing trainable lies below."""
     found = []
     for node in tape.order:
-        if op_name(node) not in _BATCH_NORMS:
+        if tape.name(node) not in _BATCH_NORMS:
             continue
         site = map.sites[node]
         if normalises_batch(site) and node not in map.batched:
@@ -85,11 +84,11 @@ def _batch_statistics(tape: Tape, map: Map) -> list[str]:
     return found
 
 
-def _mixed_data(tape: Tape, map: Map) -> list[str]:
+def _mixed_data(tape: Tape, map: SampleMap) -> list[str]:
     """Ops that are given data and have results of different samples in one window, norm or sequence of them."""
     found = []
     for node in tape.order:
-        if node in map.batched or node not in tape.fed or op_name(node) not in WINDOWS:
+        if node in map.batched or node not in tape.fed or tape.name(node) not in WINDOWS:
             continue
         site, layout = map.sites[node], map.cotangents.get((node, 0))
         if site.edges[0] is not None or not isinstance(layout, Layout):
@@ -103,11 +102,11 @@ def _mixed_data(tape: Tape, map: Map) -> list[str]:
     return found
 
 
-def _mixing_weights(tape: Tape, map: Map) -> list[str]:
+def _mixing_weights(tape: Tape, map: SampleMap) -> list[str]:
     """Products of data with a weight that has a row for every sample, and a column for what may be every other."""
     found = []
     for node in tape.order:
-        if node in map.batched or node not in tape.fed or op_name(node) not in LETTERS:
+        if node in map.batched or node not in tape.fed or tape.name(node) not in LETTERS:
             continue
         site, layout = map.sites[node], map.cotangents.get((node, 0))
         letters, operands = LETTERS[site.name]
@@ -123,18 +122,18 @@ def _mixing_weights(tape: Tape, map: Map) -> list[str]:
     return found
 
 
-def _counted_rows(tape: Tape, map: Map) -> list[str]:
+def _counted_rows(tape: Tape, map: SampleMap) -> list[str]:
     """Embeddings whose gradients are divided by how often the whole batch reads a row."""
     found = []
     for node in tape.order:
-        if node not in map.batched and op_name(node) in ("Embedding", "EmbeddingBag"):
+        if node not in map.batched and tape.name(node) in ("Embedding", "EmbeddingBag"):
             site, layout = map.sites[node], map.cotangents.get((node, 0))
             if isinstance(layout, Layout) and site.value("scale_grad_by_freq") and sample_dims(layout, site.shapes[0]):
                 found.append(site.name)
     return found
 
 
-def _crossed_rows(tape: Tape, map: Map) -> list[str]:
+def _crossed_rows(tape: Tape, map: SampleMap) -> list[str]:
     """Ops that take the elements of one row from several samples (a sort along the batch, feature by feature)."""
     found = []
     for node in [n for n in tape.order if n in map.probed] if map.probed else ():
@@ -147,18 +146,18 @@ def _crossed_rows(tape: Tape, map: Map) -> list[str]:
     return found
 
 
-def _ranked(tape: Tape, map: Map) -> list[str]:
+def _ranked(tape: Tape, map: SampleMap) -> list[str]:
     """Ops by which a sample's place depends on the others' numbers."""
     found = []
     for node in tape.order:
         layout, shape = map.cotangents.get((node, 0)), tape.shapes(node)[0]
-        if op_name(node) in _RANKS and node not in map.batched and isinstance(layout, Layout) and shape:
+        if tape.name(node) in _RANKS and node not in map.batched and isinstance(layout, Layout) and shape:
             along = map.sites[node].number("dim") % len(shape)
-            found += [op_name(node)] if along in sample_dims(layout, shape) else []
+            found += [tape.name(node)] if along in sample_dims(layout, shape) else []
     return found
 
 
-def _partly_separable(tape: Tape, map: Map) -> set[Node]:
+def _partly_separable(tape: Tape, map: SampleMap) -> set[int]:
     """Batched nodes that got a contribution of which every element belongs to one of several samples."""
     found = set()
     for (node, k), fate in map.flows.items():
@@ -168,35 +167,35 @@ def _partly_separable(tape: Tape, map: Map) -> set[Node]:
     return found
 
 
-def _holding_samples(tape: Tape, map: Map) -> set[Node]:
+def _holding_samples(tape: Tape, map: SampleMap) -> set[int]:
     """Batched nodes that compute with a constant whose rows may be the samples'."""
-    fed = {node for node in map.batched if not is_leaf(node) and computes_with_data(tape, node)}
+    fed = {node for node in map.batched if not tape.is_leaf(node) and computes_with_data(tape, node)}
     if not fed:
         return set()
-    alignment, found, excused = Alignment(tape, map.sites, map.sizes()), set[Node](), set[Node]()
+    alignment, found, excused = Alignment(tape, map.sites, map.sizes()), set[int](), set[int]()
     for node in tape.order:
         if node not in map.batched:
             for k, slot in enumerate(tape.edges[node]):
                 if slot is not None and slot[0] in map.batched and map.flows.get((node, k)) is not None:
                     alignment.enter(map.sites[node], k)
             continue
-        if is_leaf(node):
+        if tape.is_leaf(node):
             continue
         if node in fed:
             origin = alignment.origin(node, map.batch)
             found.update([node] if origin is Below.SAMPLES else [])
-            excused.update([node] if origin is Below.ALIGNED and op_name(node) not in READS else [])
+            excused.update([node] if origin is Below.ALIGNED and tape.name(node) not in READS else [])
         alignment.descend(node)
     return found | (_used_by_sample(tape, map, excused) if excused else set())
 
 
-def _used_by_sample(tape: Tape, map: Map, nodes: set[Node]) -> set[Node]:
+def _used_by_sample(tape: Tape, map: SampleMap, nodes: set[int]) -> set[int]:
     """Those of the nodes whose constants are used sample by sample elsewhere: then they are the samples' after all."""
     memory: set[int] = set()
     for node in tape.order:
         layout = map.cotangents.get((node, 0))
         if node in tape.fed and node not in map.batched and isinstance(layout, Layout):
             site = map.sites[node]
-            if not is_opaque(node) and not saved.in_checkpoint(node) and goes_by_sample(site, layout):
-                memory |= memory_of_rows(node)
-    return {node for node in nodes if not memory.isdisjoint(memory_of_rows(node))}
+            if not is_opaque(site.node) and not saved.in_checkpoint(site.node) and goes_by_sample(site, layout):
+                memory |= memory_of_rows(site.node)
+    return {node for node in nodes if not memory.isdisjoint(memory_of_rows(tape.node(node)))}

@@ -14,6 +14,7 @@ from .._errors import UnsupportedError
 from ..kernels.library import plain
 from .layout import Shape
 from .library import unspent
+from .nodes import is_opaque, op_name
 from .saved import (
     in_backward,
     in_checkpoint,
@@ -22,45 +23,23 @@ from .saved import (
     is_compiled,
     is_custom,
     metadata,
-    passes_on,
     scratch_restored,
     unpacked_often,
 )
-from .tape import Slot, op_name
 
 T = TypeVar("T")
-
-
-def is_opaque(node: Node) -> bool:
-    """A custom ``autograd.Function``, in Python or C++, or a compiled region: its backward may be anything."""
-    known = _KINDS.get(type(node))
-    return _is_opaque(node) if known is None else known
-
-
-_KINDS: dict[type, bool] = {}  # of PyTorch's own ops and wrappers
-
-
-def _is_opaque(node: Node) -> bool:
-    kind = type(node)
-    if kind.__name__ == "CppFunction":  # one type for many
-        return "CppNode" in node.name()
-    if passes_on(node):
-        return _KINDS.setdefault(kind, False)
-    return is_custom(node) or _KINDS.setdefault(kind, False)
 
 
 Cotangents = Sequence[Tensor | None]
 Outputs = list[Tensor | None]
 
 
-def call(node: Node, cotangents: Cotangents, edges: Sequence[Slot | None]) -> Outputs:
+def call(node: Node, cotangents: Cotangents, edges: Sequence[object]) -> Outputs:
     """A node's outputs for these cotangents, one per edge, not yet summed over broadcast dims."""
     return call_each(node, [cotangents], edges, list)[0]
 
 
-def call_each(
-    node: Node, rows: Iterable[Cotangents], edges: Sequence[Slot | None], take: Callable[[Outputs], T]
-) -> list[T]:
+def call_each(node: Node, rows: Iterable[Cotangents], edges: Sequence[object], take: Callable[[Outputs], T]) -> list[T]:
     """``take`` of a node's outputs, for one row of cotangents after another.
 
     Inside a backward, the engine's own task would prune outputs that it does not need; and a checkpointed node is
@@ -83,7 +62,7 @@ def call_each(
 
 
 def _call_compiled(
-    node: Node, rows: Iterable[Cotangents], edges: Sequence[Slot | None], give: Callable[[Outputs], None]
+    node: Node, rows: Iterable[Cotangents], edges: Sequence[object], give: Callable[[Outputs], None]
 ) -> None:
     for row in rows:
 
@@ -94,7 +73,7 @@ def _call_compiled(
             in_own_task(run, keep_graph=True)
 
 
-def _call(node: Node, cotangents: Cotangents, edges: Sequence[Slot | None]) -> Outputs:
+def _call(node: Node, cotangents: Cotangents, edges: Sequence[object]) -> Outputs:
     with torch.no_grad():
         if is_custom(node):
             return _call_python(node, cotangents, len(edges))

@@ -1,135 +1,129 @@
-"""The frontier: where samples meet what they share, and what to ask the engine for."""
+"""What one backward is to do: where samples meet what they share, and what the engine is asked for."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
-from typing import TYPE_CHECKING
 
 from torch import Tensor
-from torch.autograd.graph import Node
 
-from .assign import Map, assign
+from .assign import SampleMap, assign
+from .bundles import Bundle
 from .gather import Source
 from .names import WEIGHT_VIEWS
+from .nodes import NodeSlot
 from .roots import Roots
-from .saved import is_custom
-from .tape import Slot, Tape, is_leaf, leading_to, op_name
-
-if TYPE_CHECKING:
-    from .bundles import Bundle
-
-Route = tuple[tuple[Node, ...], Node]  # views of a parameter from the nearest to the last, and its leaf
+from .site import Sites
+from .tape import Graph, Slot, Tape
+from .traverse import leading_to
 
 
 @dataclass(slots=True)
-class Plan:
-    """What to ask the engine for, and where factors are made."""
+class CapturePlan:
+    """All in numbers of nodes, so that it serves every graph of the same form."""
 
     tape: Tape
-    map: Map
-    frontier: dict[Node, list[int]] = field(default_factory=dict)  # separable node -> outputs into shared tensors
-    hooked: list[Node] = field(default_factory=list)  # frontier nodes on the way to others: caught in passing
+    map: SampleMap
+    uses: list[Bundle] = field(default_factory=list)  # where samples meet shared tensors: factors are made here
     requested: list[Slot] = field(default_factory=list)  # cotangents that the engine is to return
-    sources: list[Source] = field(default_factory=list)  # where these come from
-    direct: dict[tuple[Node, int], Route] = field(default_factory=dict)  # the one use of a parameter -> its way there
-    rest: list[Node] = field(default_factory=list)  # batched nodes on no such way, from the losses down
-    waiting: dict[Node, int] = field(default_factory=dict)  # batched node -> contributions that will come to it
+    sources: list[Source] = field(default_factory=list)  # the outputs of nodes that these come from
+    waiting: dict[int, int] = field(default_factory=dict)  # contributions that come to a shared tensor, by its node
     activations: int = 0  # about how many numbers the forward pass has kept
-    bundles: list[Bundle] = field(default_factory=list)  # frontier nodes whose factors are made together
+
+    def on(self, graph: Graph) -> CapturePlan:
+        """This plan, for another graph of the same form."""
+        graph.shapes = self.tape.graph.shapes
+        tape = replace(self.tape, graph=graph)
+        uses = [use if len(use.nodes) == 1 else use.reading(tape) for use in self.uses]
+        return replace(self, tape=tape, map=replace(self.map, sites=Sites(tape)), uses=uses)
+
+    def without_tensors(self) -> CapturePlan:
+        """What there is to remember: numbers and shapes, and layouts only where factors are made."""
+        used = {node for bundle in self.uses for node in bundle.nodes}
+        asked = used | {node for node, _ in self.requested}
+        samples = self.map
+        cotangents = {slot: state for slot, state in samples.cotangents.items() if slot[0] in asked}
+        flows = {use: state for use, state in samples.flows.items() if use[0] in used}
+        graph = self.tape.graph
+        bare = Graph([], [], dict.fromkeys(graph.leaves), {}, graph.starts, None, graph.shapes)  # type: ignore[arg-type]
+        tape = replace(self.tape, graph=bare)
+        uses = [replace(use, saved=()) for use in self.uses]
+        return replace(self, tape=tape, map=SampleMap(samples.batch, Sites(tape), cotangents, flows), uses=uses)
 
 
 def plan(
     roots: Roots,
     params: Sequence[Tensor],
-    plain: Collection[Slot] = (),
-    data: Collection[Node] = (),
-    tape: Tape | None = None,
-) -> Plan:
+    plain: Collection[NodeSlot] = (),
+    data: Collection[Tensor] = (),
+    graph: Graph | None = None,
+) -> CapturePlan:
     """Read the graph and decide; nothing of it is run, but for probes where this call's data decide.
 
-    The engine will go on to ``plain`` for ordinary gradients, whatever is requested here; ``data`` are leaves among the
-    parameters that hold samples. A ``tape`` of the same graph saves another walk.
+    The engine goes on to ``plain`` for ordinary gradients, whatever is requested here; ``data`` are leaves among the
+    parameters that hold samples. A ``graph`` that was read before saves another reading.
     """
-    tape = tape or roots.walk(params)
-    tape.data = data
-    found = Plan(tape, assign(tape, roots))
-    inner: set[Node] = set()  # nodes from which the engine goes on to something requested
-    onward = leading_to(roots.nodes, {node for node, _ in plain}, roots.regions.below) if plain else set()
-    cotangents, batched, flows = found.map.cotangents, found.map.batched, found.map.flows
+    tape = roots.tape(params, graph)
+    tape.data = tape.graph.leaves_of(data)
+    made = CapturePlan(tape, assign(tape, roots))
+    goals = {slot[0] for place in plain if (slot := tape.graph.slot(place)) is not None}
+    _choose(made, leading_to(tape.graph.starts, goals, tape.graph.below) if goals else set())
+    ends = set(made.requested)
+    made.sources = [(n, k, slot) for n, slots in tape.edges.items() for k, slot in enumerate(slots) if slot in ends]
+    made.waiting = _contributions(made)
+    made.activations = _activations(made)
+    return made
+
+
+def _choose(plan: CapturePlan, onward: Collection[int]) -> None:
+    """Find where samples meet shared tensors, and whether the engine passes there or stops.
+
+    It passes where something requested lies below, or one of the nodes that lead ``onward``.
+    """
+    tape, cotangents, batched, flows = plan.tape, plan.map.cotangents, plan.map.batched, plan.map.flows
+    passed: set[int] = set()  # nodes from which the engine goes on to something requested
     for node in reversed(tape.order):
         if node in batched:
             continue
         going_on, crossing = node in onward, []
         for k, slot in enumerate(tape.edges[node]):
             if slot is not None:
-                going_on = going_on or slot[0] in inner
+                going_on = going_on or slot[0] in passed
                 if slot[0] in batched and flows.get((node, k)) is not None:
                     crossing.append(k)
         states = [cotangents.get((node, nr)) for nr in range(len(tape.shapes(node)))]
-        if all(state is None for state in states):  # zeros flow here, but the engine walks on all the same
-            inner.update([node] if going_on else [])
-            continue
-        if is_leaf(node):
-            found.requested.append((node, 0))
-            inner.add(node)
-            continue
-        if crossing:
-            found.frontier[node] = crossing
-            if going_on:
-                found.hooked.append(node)
-            else:
-                found.requested += [(node, nr) for nr, state in enumerate(states) if state is not None]
-        if crossing or going_on:
-            inner.add(node)
-    ends = set(found.requested)
-    found.sources = [(n, k, slot) for n, slots in tape.edges.items() for k, slot in enumerate(slots) if slot in ends]
-    found.waiting = _contributions(found)
-    found.direct = _routes(found)
-    passed = {node for views, leaf in found.direct.values() for node in (*views, leaf)}
-    found.rest = [node for node in tape.order if node in batched and node not in passed]
-    found.activations = _activations(found)
-    return found
+        reached = any(
+            state is not None for state in states
+        )  # else zeros flow here, and the engine walks on all the same
+        if reached and tape.is_leaf(node):
+            plan.requested.append((node, 0))
+            passed.add(node)
+        elif reached and crossing:
+            plan.uses.append(Bundle((node,), tuple(crossing), passed=going_on))
+            if not going_on:
+                plan.requested += [(node, nr) for nr, state in enumerate(states) if state is not None]
+            passed.add(node)
+        elif going_on:
+            passed.add(node)
 
 
-def _routes(plan: Plan) -> dict[tuple[Node, int], Route]:
-    """From every use of a parameter that is its only one, through its views."""
-    found: dict[tuple[Node, int], Route] = {}
-    edges, waiting = plan.tape.edges, plan.waiting
-    for node, outputs in plan.frontier.items():
-        for k in outputs:
-            views: list[Node] = []
-            slot = edges[node][k]
-            while slot is not None and waiting[slot[0]] == 1 and _is_view(plan.tape, slot[0]):
-                views.append(slot[0])
-                (slot,) = edges[slot[0]]
-            if slot is not None and waiting[slot[0]] == 1 and is_leaf(slot[0]):
-                found[node, k] = tuple(views), slot[0]
-    return found
-
-
-def _is_view(tape: Tape, node: Node) -> bool:
-    return (
-        op_name(node) in WEIGHT_VIEWS and not is_custom(node) and len(tape.edges[node]) == len(tape.shapes(node)) == 1
-    )
-
-
-def _contributions(plan: Plan) -> dict[Node, int]:
-    """For every batched node, how many contributions come to it."""
-    found = dict.fromkeys(plan.map.batched, 0)
+def _contributions(plan: CapturePlan) -> dict[int, int]:
+    """For the node of every shared tensor, and of every leaf that holds samples, how many contributions come to it."""
     edges = plan.tape.edges
-    crossing = [edges[node][k] for node, outputs in plan.frontier.items() for k in outputs]
+    counts = dict.fromkeys(plan.map.batched, 0)
+    crossing = [edges[node][k] for use in plan.uses for node in use.nodes for k in use.outputs]
     for slot in [*crossing, *[slot for node in plan.map.batched for slot in edges[node]]]:
         if slot is not None:
-            found[slot[0]] += 1
-    return found
+            counts[slot[0]] += 1
+    counts.update({node: 1 for node, _ in plan.requested if plan.tape.is_leaf(node)})
+    return counts
 
 
-def _activations(plan: Plan) -> int:
+def _activations(plan: CapturePlan) -> int:
     """The results of all ops on samples that are not views."""
-    nodes = [n for n in plan.tape.order if n not in plan.map.batched and op_name(n) not in _VIEWS]
-    return sum(prod(shape) for node in nodes for shape in plan.tape.shapes(node))
+    nodes = [n for n in plan.tape.order if n not in plan.map.batched and plan.tape.name(n) not in _VIEWS]
+    return sum([prod(shape) for node in nodes for shape in plan.tape.shapes(node)])
 
 
 _VIEWS = WEIGHT_VIEWS | {"Expand", "Slice", "Select"}

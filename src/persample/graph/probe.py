@@ -68,15 +68,15 @@ def probe_call(
 
 def probe_slots(tape: Tape, roots: Roots, slots: Sequence[Slot], *, linear: bool = True) -> dict[Slot, Fate]:
     """The fate of the cotangents at ``slots``, by real backwards from the roots."""
-    about = [metadata(node)[nr] for node, nr in roots.slots]
+    about, places = [metadata(node)[nr] for node, nr in roots.slots], [tape.graph.at(slot) for slot in slots]
     starts = roots.cotangents or [torch.ones(m.shape, dtype=m.dtype, device=m.device) for m in about]
     marks = [labels(lay, tuple(m.shape), m.device) for lay, m in zip(roots.layouts, about, strict=True)]
 
     def run(weighings: Sequence[_Weigh]) -> Iterator[_Outputs]:
         for weigh in weighings:
             weighed = [_weighed(g, mark, weigh) for g, mark in zip(starts, marks, strict=True)]
-            with unspent(tape.order):
-                yield [_plain(t) for t in roots.pull(weighed, slots, retain_graph=True)]
+            with unspent(map(tape.node, tape.order)):
+                yield [_plain(t) for t in roots.pull(weighed, places, retain_graph=True)]
 
     targets = [tape.shape(slot) for slot in slots]
     found = _by_bits(run, targets, roots.batch, exactly=True) if linear else _one_by_one(run, targets, roots.batch)

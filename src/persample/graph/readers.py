@@ -12,20 +12,19 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 
-from .assign import Map
+from .assign import SampleMap
 from .flows.fibres import CONVOLUTIONS, WINDOWS
 from .flows.products import LETTERS
 from .layout import NOBODY, Layout, Shape, labels
 from .rows import constant_dims
 from .site import Site
-from .tape import Tape, op_name
+from .tape import Tape
 
 _TABLES = frozenset({"Embedding", "IndexSelect", "Index", "UnsafeIndex"})
 
 
-def misread(tape: Tape, map: Map) -> list[str]:
+def misread(tape: Tape, map: SampleMap) -> list[str]:
     """Ops whose rows of data are read by several samples, or by other ones than elsewhere."""
     found, order = [], None
     for site, mark, dims in _given_data(tape, map):
@@ -39,7 +38,7 @@ def misread(tape: Tape, map: Map) -> list[str]:
     return found
 
 
-def _given_data(tape: Tape, map: Map) -> Iterator[tuple[Site, Tensor, list[int]]]:
+def _given_data(tape: Tape, map: SampleMap) -> Iterator[tuple[Site, Tensor, list[int]]]:
     """Separable ops with a weight and data: whose their results are, and the dims of these that the data have."""
     for node in tape.order:
         layout = map.cotangents.get((node, 0))
@@ -47,16 +46,16 @@ def _given_data(tape: Tape, map: Map) -> Iterator[tuple[Site, Tensor, list[int]]
             continue
         site = map.sites[node]
         shape = site.shapes[0]
-        brought = range(len(shape)) if op_name(node) in CONVOLUTIONS else constant_dims(node, shape)
+        brought = range(len(shape)) if tape.name(node) in CONVOLUTIONS else constant_dims(site.node, shape)
         dims = [d for d in brought if shape[d] > 1]  # channels of a convolution are its groups' own affair
-        if op_name(node) in _TABLES:
+        if tape.name(node) in _TABLES:
             dims = [d for d in dims if d < len(shape) - 1]  # the last one is the table's
         if any(shape[d] % map.batch == 0 for d in dims):
             yield site, labels(layout, shape), dims
 
 
-def _takes_data(map: Map, tape: Tape, node: Node) -> bool:
-    name = op_name(node)
+def _takes_data(map: SampleMap, tape: Tape, node: int) -> bool:
+    name = tape.name(node)
     if name in _TABLES:
         return map.sites[node].edges[0] is not None and map.sites[node].is_weight(0)
     if node not in tape.fed:

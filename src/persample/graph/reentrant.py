@@ -22,9 +22,9 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.checkpoint import CheckpointError, CheckpointFunction, checkpoint, set_device_states
 
 from .._errors import UnsupportedError
+from .nodes import NodeSlot
 from .saved import born, in_checkpoint, in_own_task, let_go, metadata
 
-Slot = tuple[Node, int]
 Outputs = Sequence[Tensor | None]
 
 REENTRANT: type = CheckpointFunction._backward_cls
@@ -39,8 +39,8 @@ def is_reentrant(node: Node | None) -> bool:
 class Region:
     """What a reentrant checkpoint hides."""
 
-    outputs: tuple[Slot | None, ...]  # per cotangent of the checkpoint's node; None where no gradient flows
-    inputs: tuple[Slot | None, ...]  # per edge of that node: the leaf inside that stands for the tensor there
+    outputs: tuple[NodeSlot | None, ...]  # per cotangent of the checkpoint's node; None where no gradient flows
+    inputs: tuple[NodeSlot | None, ...]  # per edge of that node: the leaf inside that stands for the tensor there
     start: int  # a number smaller than those of its nodes, and larger than those of all that this thread made before
     own: set[Node] = field(default_factory=set)  # the nodes inside, other than leaves
     leaves: set[Node] = field(default_factory=set)  # those that it leads to
@@ -77,7 +77,7 @@ def _on_views(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _slot(t: Tensor) -> Slot:
+def _slot(t: Tensor) -> NodeSlot:
     edge = get_gradient_edge(t)
     return edge.node, edge.output_nr
 

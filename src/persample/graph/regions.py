@@ -11,7 +11,7 @@ beyond is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain
@@ -21,11 +21,12 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from .._errors import UnsupportedError
+from .nodes import NodeSlot, children, is_leaf, leaf_of, op_name
 from .reentrant import Outputs, Region, is_reentrant, open_region, run_instead, same_again
 from .saved import born, metadata
-from .tape import Below, Slot, edges_of, is_leaf, leading_to, leaf_of, op_name
+from .traverse import leading_to, ordered
 
-Starts = Sequence[tuple[Slot, Tensor]]  # where a backward starts, and the cotangents there
+Starts = Sequence[tuple[NodeSlot, Tensor]]  # where a backward starts, and the cotangents there
 
 
 class Regions:
@@ -37,12 +38,12 @@ class Regions:
         self.opened: dict[Node, Region] = {}
         self.owners: dict[Node, Region] = {}  # nodes inside -> the region they lie in
         self.entries: dict[Node, tuple[Node, int]] = {}  # leaves inside -> the checkpoint, and which of its edges
-        self.taken: list[Slot] = []  # tensors that were come upon in regions which were not given them
+        self.taken: list[NodeSlot] = []  # tensors that were come upon in regions which were not given them
 
     def resolve(self, node: Node | None, nr: int) -> tuple[Node | None, int]:
         """Where an edge leads to, past the borders of regions."""
         while node is not None:
-            slot: Slot | None
+            slot: NodeSlot | None
             if is_reentrant(node):
                 slot = self._open(node).outputs[nr]
             elif node in self.entries:
@@ -59,7 +60,11 @@ class Regions:
             edges = tuple([self._edge(node, k) or (None, 0) for k in range(len(edges))])
         return tuple([self.resolve(child, nr) for child, nr in edges])
 
-    def _edge(self, node: Node, k: int) -> Slot | None:
+    def children(self, node: Node) -> Iterator[Node]:
+        """The nodes that a node's edges lead to."""
+        return (child for child, _ in self.below(node) if child is not None)
+
+    def _edge(self, node: Node, k: int) -> NodeSlot | None:
         """Where an edge leads to in the piece that its node lies in; nowhere, if it leads out of a region."""
         child, nr = node.next_functions[k]
         if child is None:
@@ -73,7 +78,7 @@ class Regions:
     def _open(self, node: Node) -> Region:
         region = self.opened.get(node)
         if region is None:
-            self.outer = self.outer or _reached(self.roots)
+            self.outer = self.outer or set(ordered(self.roots, children))
             owner = self.owners.get(node)
             region = self.opened[node] = open_region(node, self.outer if owner is None else owner.own)
             for k, entry in enumerate(region.inputs):
@@ -84,18 +89,15 @@ class Regions:
 
     def _enter(self, region: Region) -> None:
         """Find the nodes of a region, below its outputs: those that were not there before."""
-        stack = [slot[0] for slot in region.outputs if slot is not None]
-        ends = set(stack)
-        while stack:
-            node = stack.pop()
-            if is_leaf(node):
-                region.leaves.add(node)
-            elif born(node) < region.start or node in self.outer or self.owners.get(node, region) is not region:
-                region.outside.add(node)
-            elif node not in region.own:
-                region.own.add(node)
-                self.owners[node] = region
-                stack += [child for child, _ in node.next_functions if child is not None]
+        ends = {slot[0] for slot in region.outputs if slot is not None}
+
+        def is_inside(node: Node) -> bool:
+            made_before = born(node) < region.start or node in self.outer or node in self.owners
+            return not is_leaf(node) and not made_before
+
+        for node in ordered(ends, lambda node: children(node) if is_inside(node) else ()):
+            (region.leaves if is_leaf(node) else region.own if is_inside(node) else region.outside).add(node)
+        self.owners.update(dict.fromkeys(region.own, region))
         if not ends.isdisjoint(region.outside):
             raise UnsupportedError(
                 "the function of a reentrant checkpoint returned a tensor that it was not given, and PyTorch takes "
@@ -107,7 +109,7 @@ class Regions:
         ids = None if wanted is None else {id(t) for t in wanted}
         for node, nr in self.taken:  # which grows
             inner, _ = self.resolve(node, nr)
-            below = _reached([] if inner is None else [inner], self.below)
+            below = ordered([] if inner is None else [inner], self.children)
             if ids is None or any(is_leaf(one) and id(leaf_of(one)) in ids for one in below):
                 raise UnsupportedError(
                     f"the function of a reentrant checkpoint uses a result of {op_name(inner or node)} of shape "
@@ -115,7 +117,7 @@ class Regions:
                     f"not in a list, or use checkpoint(..., use_reentrant=False)"
                 )
 
-    def backward(self, starts: Starts, slots: Sequence[Slot], *, retain_graph: bool) -> tuple[Tensor | None, ...]:
+    def backward(self, starts: Starts, slots: Sequence[NodeSlot], *, retain_graph: bool) -> tuple[Tensor | None, ...]:
         """The gradients at ``slots``, inside of regions or outside."""
         run = _Run(self, starts, slots, retain_graph)
         run.piece(None)
@@ -125,12 +127,15 @@ class Regions:
 class _Run:
     """One backward, over all pieces: the outer graph (None), and the regions that lead to something asked for."""
 
-    def __init__(self, regions: Regions, starts: Starts, slots: Sequence[Slot], retain_graph: bool) -> None:
+    def __init__(self, regions: Regions, starts: Starts, slots: Sequence[NodeSlot], retain_graph: bool) -> None:
         self.regions, self.starts, self.retain_graph = regions, starts, retain_graph
         self.slots = list(dict.fromkeys(slots))
-        self.found: dict[Slot, Tensor] = {}
-        roots, goals = ([regions.resolve(*slot)[0] for slot in many] for many in ([s for s, _ in starts], slots))
-        self.needed = {*leading_to([node for node in roots if node is not None], goals, regions.below), *goals}
+        self.found: dict[NodeSlot, Tensor] = {}
+        roots, goals = (
+            {node for slot in many if (node := regions.resolve(*slot)[0]) is not None}
+            for many in ([s for s, _ in starts], slots)
+        )
+        self.needed: set[Node | None] = {*leading_to(roots, goals, regions.children), *goals}
 
     def piece(self, region: Region | None, starts: Starts = ()) -> Outputs:
         """Run the outer graph from its starts, or a region; the gradients of a region's inputs come back."""
@@ -139,7 +144,7 @@ class _Run:
         slots = [*asked, *[entry for entry in inputs if entry is not None]]
         checkpoints = [node for node in self._nodes(region) if is_reentrant(node)]
         live = [node for node in checkpoints if self._is_needed(node)]
-        passed = leading_to([node for (node, _), _ in starts], {node for node, _ in slots} | set(live))
+        passed = leading_to([node for (node, _), _ in starts], {node for node, _ in slots} | set(live), children)
         # Where the engine is to go no further, it hands over the cotangents, and the region is run after.
         last = {node: self._cotangents(node) for node in live if node not in passed}
         # An input that a function does not use leads on for the engine alone: it runs nodes that are read afterwards.
@@ -173,29 +178,29 @@ class _Run:
     def _nodes(self, region: Region | None) -> set[Node]:
         return self.regions.outer if region is None else region.own
 
-    def _cotangents(self, node: Node) -> list[Slot]:
+    def _cotangents(self, node: Node) -> list[NodeSlot]:
         return [(node, nr) for nr in range(len(self.regions.opened[node].outputs))]
 
-    def _asked(self, region: Region | None) -> list[Slot]:
+    def _asked(self, region: Region | None) -> list[NodeSlot]:
         """What is asked for in this piece; a leaf may be in several, which are summed."""
         if region is None:
             return [slot for slot in self.slots if slot[0] not in self.regions.owners]
         return [slot for slot in self.slots if slot[0] in region.own or slot[0] in region.leaves]
 
-    def _inputs(self, region: Region | None) -> list[Slot | None]:
+    def _inputs(self, region: Region | None) -> list[NodeSlot | None]:
         """The leaves inside, of which the gradients are needed outside."""
         if region is None:
             return []
         used = [entry if entry is not None and entry[0] in region.leaves else None for entry in region.inputs]
         return [None if e is None or self.regions.resolve(*e)[0] not in self.needed else e for e in used]
 
-    def _add(self, slot: Slot, g: Tensor | None) -> None:
+    def _add(self, slot: NodeSlot, g: Tensor | None) -> None:
         if g is not None:
             before = self.found.get(slot)
             self.found[slot] = g if before is None else before + g
 
 
-def _grad(starts: Starts, slots: Iterable[Slot], *, retain_graph: bool) -> dict[Slot, Tensor | None]:
+def _grad(starts: Starts, slots: Iterable[NodeSlot], *, retain_graph: bool) -> dict[NodeSlot, Tensor | None]:
     asked = list(dict.fromkeys(slots))
     if not asked or not starts:
         return dict.fromkeys(asked)
@@ -203,15 +208,3 @@ def _grad(starts: Starts, slots: Iterable[Slot], *, retain_graph: bool) -> dict[
     cotangents = [g for _, g in starts]
     found = torch.autograd.grad(outputs, inputs, cotangents, retain_graph=retain_graph, allow_unused=True)
     return dict(zip(asked, found, strict=True))
-
-
-def _reached(roots: Iterable[Node], below: Below = edges_of) -> set[Node]:
-    """All nodes below these, and themselves."""
-    stack = list(roots)
-    found = set(stack)
-    while stack:
-        for child, _ in below(stack.pop()):
-            if child is not None and child not in found:
-                found.add(child)
-                stack.append(child)
-    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from .layout import Block, Layout
+from .nodes import NodeSlot
 from .regions import Regions
 from .saved import metadata
-from .tape import Slot, Tape, walk
+from .tape import Graph, Tape, read
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class Roots:
     ``losses`` is set when the one place is a vector of losses, whose cotangent is ones.
     """
 
-    slots: Sequence[Slot]
+    slots: Sequence[NodeSlot]
     layouts: Sequence[Layout]
     batch: int
     cotangents: Sequence[Tensor] = ()
@@ -45,7 +46,7 @@ class Roots:
         return int(metadata(node)[nr].dtype.itemsize)
 
     @property
-    def places(self) -> list[tuple[Slot, Layout]]:
+    def places(self) -> list[tuple[NodeSlot, Layout]]:
         """The slots as they are in the graph whose reentrant checkpoints are opened."""
         found = []
         for slot, layout in zip(self.slots, self.layouts, strict=True):
@@ -58,14 +59,18 @@ class Roots:
         """The nodes at which the graph begins."""
         return [node for (node, _), _ in self.places]
 
-    def walk(self, params: Iterable[Tensor]) -> Tape:
-        """The graph from here to these leaves."""
-        params = list(params)
-        tape = walk(self.nodes, params, self.regions.below)
-        self.regions.refuse_taken(params)
-        return tape
+    def read(self) -> Graph:
+        """The graph below."""
+        return read(self.nodes, self.regions)
 
-    def backward(self, inputs: Sequence[Slot], *, retain_graph: bool) -> tuple[Tensor | None, ...]:
+    def tape(self, params: Iterable[Tensor], graph: Graph | None = None) -> Tape:
+        """The part of the graph that leads to these leaves."""
+        params = list(params)
+        graph = graph or self.read()
+        self.regions.refuse_taken(params)
+        return graph.tape(params)
+
+    def backward(self, inputs: Sequence[NodeSlot], *, retain_graph: bool) -> tuple[Tensor | None, ...]:
         """The gradients of the whole batch at ``inputs``."""
         if self.losses is None or self.regions.opened:
             given = self.cotangents if self.losses is None else [torch.ones_like(self.losses)]
@@ -76,28 +81,25 @@ class Roots:
             total = self.losses.dot(torch.ones_like(self.losses))
         return torch.autograd.grad(total, _edges(inputs), retain_graph=retain_graph, allow_unused=True)
 
-    def passing(
-        self, nodes: Sequence[Node], edges: Mapping[Node, Sequence[Slot | None]]
-    ) -> dict[Node, list[Tensor | None]]:
-        """The cotangents that come to ``nodes``, copied as they do: somebody may change them later on."""
-        found: dict[Node, list[Tensor | None]] = {node: [None] * len(metadata(node)) for node in nodes}
+    def passing(self, nodes: Sequence[Node], below: Sequence[NodeSlot]) -> dict[Node, list[Tensor | None]]:
+        """The cotangents that come to ``nodes`` on the way to ``below``, copied as they do: others may change them."""
+        came: dict[Node, list[Tensor | None]] = {node: [None] * len(metadata(node)) for node in nodes}
 
         def keep(node: Node, grads: Sequence[Tensor | None]) -> None:
-            found[node] = [None if g is None else g.clone() for g in grads]
+            came[node] = [None if g is None else g.clone() for g in grads]
 
         handles = [node.register_prehook(partial(keep, node)) for node in nodes]
-        below = dict.fromkeys(slot for node in nodes for slot in edges[node] if slot is not None)
         try:
-            self.backward(list(below), retain_graph=True)
+            self.backward(below, retain_graph=True)
         finally:
             for handle in handles:
                 handle.remove()
-        return found
+        return came
 
     def pull(
-        self, cotangents: Sequence[Tensor], inputs: Sequence[Slot], *, retain_graph: bool
+        self, cotangents: Sequence[Tensor], inputs: Sequence[NodeSlot], *, retain_graph: bool
     ) -> tuple[Tensor | None, ...]:
-        """The same from other cotangents."""
+        """The gradients at ``inputs``, from cotangents of the caller's."""
         if self.regions.opened:
             starts = list(zip(self.slots, cotangents, strict=True))
             return self.regions.backward(starts, inputs, retain_graph=retain_graph)
@@ -106,11 +108,11 @@ class Roots:
         )
 
 
-def slot_of(tensor: Tensor) -> Slot:
+def slot_of(tensor: Tensor) -> NodeSlot:
     """Where a tensor's gradient arrives in its graph."""
     edge = get_gradient_edge(tensor)
     return edge.node, edge.output_nr
 
 
-def _edges(slots: Sequence[Slot]) -> list[GradientEdge]:
+def _edges(slots: Sequence[NodeSlot]) -> list[GradientEdge]:
     return [GradientEdge(node, nr) for node, nr in slots]

@@ -23,12 +23,12 @@ from . import saved
 from .flows import FLOWS
 from .flows.fibres import CONVOLUTIONS
 from .flows.products import LETTERS
-from .invoke import is_opaque
 from .layout import Block, Layout, Shape, reshape, same, sample_dims, simplify, strides
 from .names import POINTWISE, READS
+from .nodes import is_opaque, op_name
 from .notes import ask
 from .site import Site, Sites, computes_with_data, weights_only
-from .tape import Slot, Tape, is_leaf, op_name
+from .tape import Slot, Tape
 
 
 class Below(Enum):
@@ -60,7 +60,7 @@ class Alignment:
             dims = [*matched, *(_matched_by_constant(site, k) if weakly else ())]
             self._meet(slot, _places(site.target(k), dims), weakly)
 
-    def descend(self, node: Node) -> None:
+    def descend(self, node: int) -> None:
         """From what is computed to what it is computed from; nodes come in the order of the tape."""
         site = self._sites[node]
         for weakly in (False, True):
@@ -76,20 +76,20 @@ class Alignment:
         alike = before is not None and places is not None and same(before, places)
         table[slot] = places if alike else None
 
-    def _aligned(self, node: Node, shape: Shape, weakly: bool) -> tuple[int, ...]:
+    def _aligned(self, node: int, shape: Shape, weakly: bool) -> tuple[int, ...]:
         places = self._places[weakly].get((node, 0))
         return () if places is None else sample_dims(places, shape)
 
-    def origin(self, node: Node, batch: int) -> Below:
+    def origin(self, node: int, batch: int) -> Below:
         """What may the constants be that enter here?"""
-        shape = self._tape.shapes(node)[0]
-        doubtful = {d for d in constant_dims(node, shape) if self._may_be(shape[d], batch)}
-        doubtful |= {d for d in ask(node, _rows_of_saved) if shape[d] == batch}
-        if not doubtful or bool(ask(node, only_counts)):
+        op, shape = self._tape.node(node), self._tape.shapes(node)[0]
+        unclear = {d for d in constant_dims(op, shape) if self._may_be(shape[d], batch)}
+        unclear |= {d for d in ask(op, _rows_of_saved) if shape[d] == batch}
+        if not unclear or bool(ask(op, only_counts)):
             return Below.WEIGHTS
-        doubtful -= set(self._aligned(node, shape, False))
-        doubtful -= set(self._aligned(node, shape, True)) - set(_row_dims(node, shape))
-        return Below.SAMPLES if doubtful else Below.ALIGNED
+        unclear -= set(self._aligned(node, shape, False))
+        unclear -= set(self._aligned(node, shape, True)) - set(_row_dims(op, shape))
+        return Below.SAMPLES if unclear else Below.ALIGNED
 
     def _may_be(self, size: int, batch: int) -> bool:
         """Can so many be the samples, or their parts?"""
@@ -103,15 +103,15 @@ def below_product(tape: Tape, sites: Sites, site: Site, k: int, batch: int, size
     slot = site.edges[k]
     assert slot is not None
     below, found = tape.below(slot[0]), Below.WEIGHTS
-    for node in tape.order:
-        if node in below and not is_leaf(node):
+    for node in below:
+        if not tape.is_leaf(node):
             if computes_with_data(tape, node):
-                origin = Below.SAMPLES if is_opaque(node) else alignment.origin(node, batch)
+                origin = Below.SAMPLES if is_opaque(tape.node(node)) else alignment.origin(node, batch)
                 if origin is Below.SAMPLES:
                     return origin
                 found = origin if origin is Below.ALIGNED else found
             alignment.descend(node)
-    return found if below.isdisjoint(tape.data) else Below.SAMPLES
+    return found if set(below).isdisjoint(tape.data) else Below.SAMPLES
 
 
 def _places(shape: Shape, dims: Sequence[int]) -> Layout | None:

@@ -6,12 +6,11 @@ from enum import Enum
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.graph import Node
 
 from . import saved
 from .layout import Layout, Shape
 from .names import POINTWISE, READS
-from .tape import Slot, Tape, op_name
+from .tape import Slot, Tape
 
 
 class Flow(Enum):
@@ -28,13 +27,14 @@ Fate = Layout | Flow | None  # None: nothing flows here
 class Site:
     """A node with its shapes, its saved values and the places its outputs go to."""
 
-    __slots__ = ("_tape", "edges", "memo", "name", "node", "outputs", "recomputed", "shapes")
+    __slots__ = ("_tape", "edges", "index", "memo", "name", "node", "outputs", "recomputed", "shapes")
 
-    def __init__(self, tape: Tape, node: Node) -> None:
-        self.node = node
-        self.name = op_name(node)
-        self.shapes = tape.shapes(node)
-        self.edges = tape.edges[node]
+    def __init__(self, tape: Tape, number: int) -> None:
+        self.index = number  # on the tape
+        self.node = tape.node(number)
+        self.name = tape.name(number)
+        self.shapes = tape.shapes(number)
+        self.edges = tape.edges[number]
         # The backward outputs that lead to requested parameters, with the place each goes to.
         self.outputs: list[tuple[int, Slot]] = [(k, slot) for k, slot in enumerate(self.edges) if slot is not None]
         self._tape = tape
@@ -55,7 +55,7 @@ class Site:
         """Shape, dtype and device of the tensor whose gradient is backward output k."""
         slot = self.edges[k]
         assert slot is not None
-        return saved.metadata(slot[0])[slot[1]]
+        return saved.metadata(self._tape.node(slot[0]))[slot[1]]
 
     def forget(self) -> None:
         """Let go of what was only needed while factors were made."""
@@ -104,33 +104,34 @@ class Site:
         return weights_only(self._tape, slot[0])
 
 
-class Sites(dict[Node, Site]):
-    """The sites of a tape, made when they are asked for: most nodes are passed by shape alone."""
+class Sites(dict[int, Site]):
+    """The sites of a tape by number, made when they are asked for: most nodes are passed by shape alone."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
         self._tape = tape
 
-    def __missing__(self, node: Node) -> Site:
-        site = self[node] = Site(self._tape, node)
+    def __missing__(self, number: int) -> Site:
+        site = self[number] = Site(self._tape, number)
         return site
 
 
-def weights_only(tape: Tape, node: Node) -> bool:
+def weights_only(tape: Tape, number: int) -> bool:
     """Is everything from this node down computed from weights and numbers alone?"""
-    found = tape.weights.get(node)
-    if found is None:
-        found = tape.weights[node] = not tape.reaches(node, lambda below: computes_with_data(tape, below))
-    return found
+    if number not in tape.weights:
+        for n in reversed(tape.below(number)):
+            if n not in tape.weights:
+                below = [slot[0] for slot in tape.edges[n] if slot is not None]
+                tape.weights[n] = not computes_with_data(tape, n) and all(tape.weights[child] for child in below)
+    return tape.weights[number]
 
 
-def computes_with_data(tape: Tape, node: Node) -> bool:
+def computes_with_data(tape: Tape, number: int) -> bool:
     """An operand without gradient is data, unless it may be a number or a mask that left a weight its shape."""
-    if op_name(node) in READS or node in tape.data:
+    name = tape.name(number)
+    if name in READS or number in tape.data:
         return True
-    if node not in tape.fed:
+    if number not in tape.fed:
         return False
-    shape = tape.shapes(node)[0]
-    return op_name(node) not in POINTWISE or any(
-        slot is not None and tape.shape(slot) != shape for slot in tape.edges[node]
-    )
+    shape = tape.shapes(number)[0]
+    return name not in POINTWISE or any(slot is not None and tape.shape(slot) != shape for slot in tape.edges[number])

@@ -1,70 +1,112 @@
-"""The autograd graph below the losses, as a flat list: every node after all that feed it cotangents."""
+"""The autograd graph below the losses, read once. From here on, its nodes are numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
-from operator import attrgetter
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from .._errors import UnsupportedError
 from .layout import Shape
-from .library import op_of
-from .saved import THROUGH, function_of, is_custom, is_torchs, metadata
+from .nodes import NodeSlot, is_leaf, is_opaque, leaf_of, op_name
+from .reentrant import REENTRANT
+from .regions import Regions
+from .saved import is_custom, metadata
+from .traverse import leading_to, ordered
 
-Slot = tuple[Node, int]  # a node's cotangent number nr: the gradient of the forward op's output nr
+Slot = tuple[int, int]  # the number of a node, and which of its cotangents: the gradient of the forward op's output
+
+
+@dataclass(slots=True)
+class Graph:
+    """Nodes, numbered as they are come upon, and how they hang together. Graphs built alike have equal numbers."""
+
+    nodes: list[Node]
+    edges: list[tuple[Slot | None, ...]]  # per backward output of every node, where it goes
+    leaves: dict[int, Tensor]
+    numbers: dict[Node, int]
+    starts: range  # the nodes that it was read from
+    form: Hashable  # equal for graphs built alike; None if a part of this one cannot be compared
+    shapes: dict[int, tuple[Shape, ...]] = field(default_factory=dict)  # of the cotangents of nodes, as far as known
+
+    def slot(self, at: NodeSlot) -> Slot | None:
+        """The number of a place in PyTorch's graph; None if it is not in this one."""
+        number = self.numbers.get(at[0])
+        return None if number is None else (number, at[1])
+
+    def at(self, slot: Slot) -> NodeSlot:
+        """The place in PyTorch's graph that a slot stands for."""
+        return self.nodes[slot[0]], slot[1]
+
+    def below(self, number: int) -> list[int]:
+        """The nodes that a node's outputs go to."""
+        return [slot[0] for slot in self.edges[number] if slot is not None]
+
+    def leaves_of(self, tensors: Iterable[Tensor]) -> set[int]:
+        """The numbers of the leaves that stand for these tensors."""
+        wanted = {id(t) for t in tensors}
+        return {number for number, leaf in self.leaves.items() if id(leaf) in wanted}
+
+    def ending_at(self, numbers: Collection[int]) -> Graph:
+        """This graph without the edges of some nodes."""
+        return replace(self, edges=[() if n in numbers else outputs for n, outputs in enumerate(self.edges)])
+
+    def tape(self, tensors: Iterable[Tensor]) -> Tape:
+        """What leads to these tensors."""
+        leaves = self.leaves_of(tensors)
+        needed = leaves | leading_to(self.starts, leaves, self.below)
+        order = ordered([n for n in self.starts if n in needed], lambda n: [c for c in self.below(n) if c in needed])
+        edges = {
+            number: tuple([slot if slot is not None and slot[0] in needed else None for slot in self.edges[number]])
+            for number in order
+        }
+        fed = {number for number in order if None in edges[number]}
+        others = [number for number in self.leaves if number not in leaves]
+        return Tape(self, order, edges, sorted(leaves), others, fed)
 
 
 @dataclass(slots=True)
 class Tape:
-    """Nodes that lead to a requested parameter, from the losses down."""
+    """The part of a graph that leads to requested leaves."""
 
-    order: list[Node]
-    edges: dict[Node, tuple[Slot | None, ...]]  # per backward output; None where nothing requested lies beyond
-    leaves: dict[Node, Tensor]  # AccumulateGrad nodes of requested parameters
-    others: list[Node] = field(default_factory=list)  # AccumulateGrad nodes that nobody asked for
-    fed: set[Node] = field(default_factory=set)  # nodes with an operand that leads to no parameter: data, or a number
-    data: Collection[Node] = ()  # leaves among them that are no weights
-    doubtful: Collection[Node] = ()  # leaves that may be weights, or data that carry a gradient
-    weights: dict[Node, bool] = field(default_factory=dict)  # whether all below a node is computed from weights alone
-    _shapes: dict[Node, tuple[Shape, ...]] = field(default_factory=dict)
+    graph: Graph
+    order: list[int]  # every node after all that feed it cotangents
+    edges: dict[int, tuple[Slot | None, ...]]  # per backward output; None where nothing requested lies beyond
+    leaves: Sequence[int]  # of requested parameters
+    others: Sequence[int] = ()  # leaves that nobody asked for
+    fed: set[int] = field(default_factory=set)  # nodes with an operand that leads to no parameter: data, or a number
+    data: Collection[int] = ()  # leaves among those requested that are no weights
+    maybe_data: Collection[int] = ()  # leaves that may be weights, or data that carry a gradient
+    weights: dict[int, bool] = field(default_factory=dict)  # whether all below a node is computed from weights alone
 
-    def shapes(self, node: Node) -> tuple[Shape, ...]:
+    def node(self, number: int) -> Node:
+        """The node of this number."""
+        return self.graph.nodes[number]
+
+    def name(self, number: int) -> str:
+        """The name of a node's op."""
+        return op_name(self.graph.nodes[number])
+
+    def is_leaf(self, number: int) -> bool:
+        """Does this node stand for a leaf tensor?"""
+        return number in self.graph.leaves
+
+    def shapes(self, number: int) -> tuple[Shape, ...]:
         """The shapes of a node's cotangents."""
-        found = self._shapes.get(node)
-        if found is None:
-            found = self._shapes[node] = _shapes_of(node)
-        return found
+        known = self.graph.shapes.get(number)
+        if known is None:
+            known = self.graph.shapes[number] = _shapes_of(self.graph.nodes[number])
+        return known
 
     def shape(self, slot: Slot) -> Shape:
         """The shape of one cotangent."""
         return self.shapes(slot[0])[slot[1]]
 
-    def reaches(self, node: Node, test: Callable[[Node], bool]) -> bool:
-        """Does ``test`` hold for this node or for one below it?"""
-        stack, seen = [node], {node}
-        while stack:
-            here = stack.pop()
-            if test(here):
-                return True
-            for slot in self.edges[here]:
-                if slot is not None and slot[0] not in seen:
-                    seen.add(slot[0])
-                    stack.append(slot[0])
-        return False
-
-    def below(self, node: Node) -> set[Node]:
-        """This node and all below it."""
-        stack, seen = [node], {node}
-        while stack:
-            for slot in self.edges[stack.pop()]:
-                if slot is not None and slot[0] not in seen:
-                    seen.add(slot[0])
-                    stack.append(slot[0])
-        return seen
+    def below(self, number: int) -> list[int]:
+        """A node and all that it leads to."""
+        return ordered([number], lambda n: [slot[0] for slot in self.edges[n] if slot is not None])
 
 
 def _shapes_of(node: Node) -> tuple[Shape, ...]:
@@ -75,128 +117,76 @@ def _shapes_of(node: Node) -> tuple[Shape, ...]:
             f"model a padded tensor (torch.nested.to_padded_tensor), or all rows as one tensor of shape (N, ...) "
             f"(torch.cat(x.unbind()), or x.values() if it is jagged) and add up losses by sample with index_add"
         )
-    return tuple(tuple(m.shape) for m in about)
+    return tuple([tuple(m.shape) for m in about])
 
 
-def op_name(node: Node) -> str:
-    """``AddmmBackward0`` and its like without the suffix: the name rules are registered under.
+def read(starts: Iterable[Node], regions: Regions | None = None) -> Graph:
+    """Read the graph below these nodes, and what its reentrant checkpoints hide; they are refused without ``regions``.
 
-    Those of custom Functions stand under none of these names.
+    Its form is the kinds of nodes, how they hang together, and the shapes of their cotangents where these do not
+    follow from others.
     """
-    kind = type(node)
-    name = _NAMES.get(kind)
-    if name is None:
-        if kind.__name__ == "CppFunction":  # the one type of all C++ nodes that PyTorch has not made a class for
-            return f"C++ {_strip(node.name())}"
-        if is_custom(node):  # whose class may hold a model, and is not to be kept
-            return _custom_name(node)
-        name = _NAMES[kind] = _strip(kind.__name__)
-    return name
-
-
-def _custom_name(node: BackwardCFunction) -> str:
-    """No rule is registered under a name with a space, whatever users call their Functions."""
-    if is_torchs(node, *_KNOWN):
-        return _strip(type(node).__name__)
-    return f"custom {op_of(node) or function_of(node).__name__}"
-
-
-_KNOWN = (*THROUGH, "CompiledFunction")
-_NAMES: dict[type, str] = {}
-
-
-def _strip(name: str) -> str:
-    return name.rstrip("0123456789").removesuffix("Backward")
-
-
-def is_leaf(node: Node) -> bool:
-    """Does this node stand for a leaf tensor?"""
-    return type(node).__name__ == "AccumulateGrad"
-
-
-leaf_of: Callable[[Node], Tensor] = attrgetter("variable")  # the tensor that a leaf node stands for
-
-
-Below = Callable[[Node], Sequence[tuple[Node | None, int]]]  # where a node's edges lead to
-edges_of: Below = attrgetter("next_functions")
-
-
-def walk(roots: Iterable[Node], params: Iterable[Tensor], edges_below: Below = edges_of) -> Tape:
-    """Read the graph below ``roots`` once, without recursion."""
-    wanted = {id(p) for p in params}
-    needed: dict[Node, bool] = {}
-    leaves: dict[Node, Tensor] = {}
-    others: list[Node] = []
-    after: list[Node] = []  # children before parents
-    children: dict[Node, Sequence[tuple[Node | None, int]]] = {}
-    stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
-    while stack:
-        node, expanded = stack.pop()
-        if expanded:
-            needed[node] = any(needed[c] for c, _ in children[node] if c is not None)
-            if needed[node]:
-                after.append(node)
+    numbers = {node: number for number, node in enumerate(dict.fromkeys(starts))}
+    graph = Graph(list(numbers), [], {}, numbers, range(len(numbers)), None)
+    nodes, edges, shapes = graph.nodes, graph.edges, graph.shapes
+    opens, regions = regions is not None, regions or Regions(())
+    entries, inside = regions.entries, regions.owners
+    form: list[Hashable] | None = []
+    for number, node in enumerate(nodes):  # which grows
+        kind = type(node)
+        reading = _READINGS.get(kind) or _reading(node, kind)
+        if reading is _LEAF:
+            graph.leaves[number] = leaf_of(node)
+        outputs: list[Slot | None] = []
+        for child, nr in regions.below(node) if node in inside else node.next_functions:
+            below = numbers.get(child)  # type: ignore[arg-type]
+            if below is None:
+                if opens and (type(child) is REENTRANT or child in entries):
+                    child, nr = regions.resolve(child, nr)
+                if child is None:
+                    outputs.append(None)
+                    continue
+                below = numbers.setdefault(child, len(nodes))
+                if below == len(nodes):
+                    nodes.append(child)
+            outputs.append((below, nr))
+        edges.append(tuple(outputs))
+        if form is None:
             continue
-        if node in children:
-            continue
-        below = children[node] = edges_below(node)
+        form += (kind, edges[number])
+        if reading is _OPAQUE:
+            form = None
+        elif reading is _OP or (reading is _FOLLOWS and None in outputs):
+            try:
+                shapes[number] = tuple([tuple(about.shape) for about in metadata(node)])
+            except RuntimeError:  # nested tensors have none; planning says so
+                form = None
+            else:
+                form.append(shapes[number])
+    graph.form = None if form is None else tuple(form)
+    return graph
+
+
+_OP, _LEAF, _OPAQUE, _FOLLOWS = "op", "leaf", "opaque", "follows"
+_READINGS: dict[type, str] = {}  # what there is to know of nodes of a kind
+
+
+def _reading(node: Node, kind: type) -> str:
+    if kind.__name__ == "CppFunction" or is_opaque(node):  # and not kept, as it may be a class of the user's
         if is_custom(node) and hasattr(node, "run_function"):  # as those of other libraries call it, too
             raise UnsupportedError(
                 "the graph holds a reentrant checkpoint (use_reentrant=True) at a place where the ops inside it cannot "
                 "be seen: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
-        if not below and is_leaf(node):
-            variable = leaf_of(node)
-            needed[node] = id(variable) in wanted
-            if needed[node]:
-                leaves[node] = variable
-                after.append(node)
-            else:
-                others.append(node)
-            continue
-        stack.append((node, True))
-        stack += [(child, False) for child, _ in below if child is not None and child not in children]
-    edges = {
-        node: tuple((c, nr) if c is not None and needed[c] else None for c, nr in children[node]) for node in after
-    }
-    fed = {node for node in after if None in edges[node] and not is_leaf(node)}
-    after.reverse()
-    return Tape(after, edges, leaves, others, fed)
+        return _OPAQUE
+    reading = _LEAF if is_leaf(node) else _FOLLOWS if op_name(node) in SHAPE_FOLLOWS else _OP
+    return _READINGS.setdefault(kind, reading)
 
 
-def leading_to(roots: Iterable[Node], goals: Iterable[Node | None], below: Below = edges_of) -> set[Node]:
-    """All nodes from which one of ``goals`` is reached."""
-    above: dict[Node, list[Node]] = {root: [] for root in roots}
-    stack = list(above)
-    while stack:
-        node = stack.pop()
-        for child, _ in below(node):
-            if child is not None:
-                if child not in above:
-                    above[child] = []
-                    stack.append(child)
-                above[child].append(node)
-    stack, found = [goal for goal in goals if goal in above], set()
-    while stack:
-        for node in above[stack.pop()]:
-            if node not in found:
-                found.add(node)
-                stack.append(node)
-    return found
-
-
-def share_nodes(a: Tensor, b: Tensor) -> bool:
-    """Were two tensors computed from a common one, other than leaves?"""
-    mine = inner_nodes(a)
-    return not mine.isdisjoint(inner_nodes(b))
-
-
-def inner_nodes(t: Tensor) -> set[Node]:
-    """All nodes of a tensor's graph but the leaves."""
-    stack, seen = [t.grad_fn], set()
-    while stack:
-        node = stack.pop()
-        if node is not None and node not in seen and not is_leaf(node):
-            seen.add(node)
-            stack += [child for child, _ in node.next_functions]
-    return seen
+# Ops whose results have shapes that follow from those of their operands, if all of these are in the graph.
+SHAPE_FOLLOWS = frozenset(
+    """
+    T Clone Relu LeakyRelu Elu Gelu Silu Tanh Sigmoid Softplus Exp Log Sqrt Rsqrt Neg Sin Cos Softmax LogSoftmax
+    Add Sub Mul Div Mm Bmm Addmm NativeLayerNorm
+    """.split()
+)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..distributed import Ranks
-from ..factors import Factor, Part, Workspace
+from ..factors import Factor, Workspace
 from ..kernels.norms import wide, widest
 
 
@@ -91,11 +91,6 @@ class Reduction(ABC):
     @abstractmethod
     def add(self, name: str, factor: Factor) -> None:
         """Called once for every parameter that the losses reach, in the order in which the backward comes to them."""
-
-    def add_parts(self, names: Sequence[str], whole: Factor) -> None:
-        """The same for parameters whose samples are one after another in one factor, which may be asked at once."""
-        for name, part in zip(names, Part.all_of(whole, len(names)), strict=True):
-            self.add(name, part)
 
     @abstractmethod
     def result(self) -> Any:

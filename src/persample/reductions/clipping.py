@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._errors import NonFiniteError
-from ..factors import Factor, Part, bounded_sums
+from ..factors import Factor, bounded_sums
 from ..factors.base import Samples
 from .base import Call, Reduction
 from .groups import Groups, Per, frozen
@@ -149,10 +149,6 @@ class ClippedSum(Reduction):
     def add(self, name: str, factor: Factor) -> None:
         self._norms.add(name, factor)
         self._factors[name] = factor
-
-    def add_parts(self, names: Sequence[str], whole: Factor) -> None:
-        self._norms.add_parts(names, whole)
-        self._factors.update(zip(names, Part.all_of(whole, len(names)), strict=True))
 
     def result(self) -> Any:
         clipping, sums = self.clip()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from ..factors import Dense, Factor, Kept, Masked, Part, family
+from ..factors import Dense, Factor, Kept, Masked, Part, regroup, split
 from ..factors.base import Samples
 from ..factors.exact import Exact
 from ..factors.limits import Limits, Unit
@@ -75,6 +75,7 @@ class ExactClippedSum(ClippedSum):
     def start(self, call: Call) -> None:
         super().start(replace(call, batch=call.batch - self._padding))
         self._written = 0  # bytes that are kept
+        self._parts: dict[str, Factor] = {}  # of wholes, which come one after another
         self.units = {
             name: Unit.below(self._most(key), self._samples)
             for key, names in self._groups.members.items()
@@ -94,15 +95,20 @@ class ExactClippedSum(ClippedSum):
         return found
 
     def add(self, name: str, factor: Factor) -> None:
-        super().add(name, self._settled(factor[: factor.batch - self._padding] if self._padding else factor))
+        factor = factor[: factor.batch - self._padding] if self._padding else factor
+        if isinstance(factor, Part):
+            self._parts[name] = factor
+        else:
+            super().add(name, self._prepared(factor))
 
-    def add_parts(self, names: Sequence[str], whole: Factor) -> None:
-        if not self._padding:
-            return super().add_parts(names, self._settled(whole))
-        for name, part in zip(names, Part.all_of(whole, len(names)), strict=True):
-            self.add(name, part)
+    def _prepare_parts(self) -> None:
+        """Parts are prepared as one whole."""
+        for names, whole in regroup(self._parts):
+            for name, part in zip(names, split(self._prepared(whole), len(names)), strict=True):
+                super().add(name, part)
+        self._parts = {}
 
-    def _settled(self, factor: Factor) -> Factor:
+    def _prepared(self, factor: Factor) -> Factor:
         """What will be written out to be rounded is written out once, and kept, as far as memory allows."""
         space = self._groups.call.space
         if factor.rounds_written and not isinstance(factor, (Dense, Masked)):
@@ -112,15 +118,16 @@ class ExactClippedSum(ClippedSum):
                 self._written += kept
                 out = recycled((factor.batch, *factor.shape), wide(factor.dtype), factor.device)
                 factor = Kept.of(factor, out, space)
-        factor.measured.measure(space)
+        factor.measure(space)
         return factor
 
     def result(self) -> ExactSums:
+        self._prepare_parts()
         norms = self._norms.by_group(self._groups)
         kept = self._kept(norms)
         asked = {key: self._weigh(self._bounds.get(key), n[kept]) for key, n in norms.items()}
         found = {
-            key: [self._shares(few, whole) for few, whole in _families(self._measured(names, kept))]
+            key: [self._shares(few, whole) for few, whole in regroup(self._with_norms(names, kept))]
             for key, names in self._groups.members.items()
         }
         weights = self._within(asked, {key: _limits(each) for key, each in found.items() if each})
@@ -132,14 +139,14 @@ class ExactClippedSum(ClippedSum):
         done, wanted = (self._clipping(norms, given, kept) for given in (weights, asked))
         return ExactSums(done, wanted, self.units, shares)
 
-    def _measured(self, names: Sequence[str], kept: Samples) -> dict[str, Factor]:
+    def _with_norms(self, names: Sequence[str], kept: Samples) -> dict[str, Factor]:
         """The factors of the samples that are kept, with the norms that are known of them."""
-        known = {name: self._factors[name].measured.own_norms() for name in names if name in self._factors}
-        found = self._take(names, kept)
+        known = {name: self._factors[name].own_norms() for name in names if name in self._factors}
+        factors = self._take(names, kept)
         if isinstance(kept, Tensor):
-            for name, factor in found.items():
-                factor.measured._norms = known[name][kept.to(factor.device)]
-        return found
+            for name, factor in factors.items():
+                factor.take_norms(known[name][kept.to(factor.device)])
+        return factors
 
     def _within(self, asked: Mapping[Hashable, Tensor], limits: Mapping[Hashable, Limits]) -> dict[Hashable, Tensor]:
         """The weights, or as much less as it takes for no sample to add more than its bound, in every group.
@@ -158,20 +165,6 @@ class ExactClippedSum(ClippedSum):
 
     def _shares(self, names: Sequence[str], factor: Factor) -> Shares:
         return Shares(names, factor.exact(self.units[names[0]], self._groups.call.space))
-
-
-def _families(factors: Mapping[str, Factor]) -> Iterator[tuple[list[str], Factor]]:
-    """Names, and one factor for all of them: small factors of one form are asked together."""
-    alike: dict[Hashable, list[str]] = {}
-    for name, factor in factors.items():
-        alike.setdefault(family(factor) or name, []).append(name)
-    for names in alike.values():
-        group = [factors[name] for name in names]
-        whole = group[0] if len(group) == 1 else group[0].joined(group)
-        if whole is None:
-            yield from (([name], factors[name]) for name in names)
-        else:
-            yield names, whole
 
 
 def _limits(shares: Sequence[Shares]) -> Limits:

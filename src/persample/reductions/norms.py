@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..factors import Factor, family, find_norms
+from ..factors import Factor, Part, regroup
 from ..kernels.norms import row_norms
 from .base import Call, Reduction
 from .groups import Groups, Per, frozen
@@ -27,22 +27,16 @@ class Norms(Reduction):
         self.per = frozen(per)
 
     def start(self, call: Call) -> None:
-        self._groups, self._found = Groups.of(self.per, call), ParameterNorms(call)
+        self._groups, self._norms = Groups.of(self.per, call), ParameterNorms(call)
 
     def add(self, name: str, factor: Factor) -> None:
-        self._found.add(name, factor)
-
-    def add_parts(self, names: Sequence[str], whole: Factor) -> None:
-        self._found.add_parts(names, whole)
+        self._norms.add(name, factor)
 
     def result(self) -> Any:
         call = self._groups.call
         return self._groups.pack(
-            {key: n.to(call.dtype, copy=True) for key, n in self._found.by_group(self._groups).items()}
+            {key: n.to(call.dtype, copy=True) for key, n in self._norms.by_group(self._groups).items()}
         )
-
-
-_QUEUE = 2**23  # bytes of small factors that may wait for their kin
 
 
 class ParameterNorms:
@@ -50,43 +44,33 @@ class ParameterNorms:
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        self._found: list[Tensor] = []  # (n, B) for n parameters at a time
+        self._norms: list[Tensor] = []  # (n, B) for n parameters at a time
         self._rows: dict[str, int] = {}  # where a parameter's norms are among them
-        self._waiting: dict[Hashable, list[tuple[str, Factor]]] = {}  # by family
-        self._bytes = 0  # of those that wait
+        self._parts: dict[str, Factor] = {}  # which wait for the other parts of their whole
 
     def add(self, name: str, factor: Factor) -> None:
-        """Small factors wait for more of their kind, as long as there is room."""
-        factor = factor.measured
-        kind, size = family(factor), factor.nbytes
-        if kind is None or self._bytes + size > _QUEUE:
-            self._find([(name, factor)])
+        """Find the norms of one parameter; those of a whole are found once for all of its parts."""
+        if isinstance(factor, Part):
+            self._parts[name] = factor
         else:
-            self._waiting.setdefault(kind, []).append((name, factor))
-            self._bytes += size
+            self._find([name], factor)
 
-    def add_parts(self, names: Sequence[str], whole: Factor) -> None:
-        """Those that have found each other already."""
-        self._keep(names, whole.measured.own_norms(self._call.space).view(len(names), self._call.batch))
-
-    def _find(self, factors: Sequence[tuple[str, Factor]]) -> None:
-        """The norms of one family."""
-        found = find_norms([factor for _, factor in factors], self._call.space)
-        self._keep([name for name, _ in factors], found)
+    def _find(self, names: Sequence[str], factor: Factor) -> None:
+        self._keep(names, factor.own_norms(self._call.space).view(len(names), self._call.batch))
 
     def _keep(self, names: Sequence[str], norms: Tensor) -> None:
-        self._found.append(norms.to(self._call.device))
+        self._norms.append(norms.to(self._call.device))
         self._rows.update(zip(names, count(len(self._rows)), strict=False))
 
     def by_group(self, groups: Groups) -> Mapping[Hashable, Tensor]:
         """(B,) in float64 for every group."""
-        for waiting in self._waiting.values():
-            self._find(waiting)
-        self._waiting = {}
-        every = torch.cat(self._found).t() if self._found else self._call.zeros(self._call.batch, 0)
-        return {key: self._together(every, names) for key, names in groups.members.items()}
+        for names, whole in regroup(self._parts):
+            self._find(names, whole)
+        self._parts = {}
+        every = torch.cat(self._norms).t() if self._norms else self._call.zeros(self._call.batch, 0)
+        return {key: self._of_group(every, names) for key, names in groups.members.items()}
 
-    def _together(self, every: Tensor, names: tuple[str, ...]) -> Tensor:
+    def _of_group(self, every: Tensor, names: tuple[str, ...]) -> Tensor:
         rows = [self._rows[name] for name in names if name in self._rows]
         if len(rows) == 1:
             return every[:, rows[0]]

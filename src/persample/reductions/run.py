@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 
-from ..factors import Dense, Factor
+from ..factors import Dense, Factor, split
 from ..kernels.pages import recycled
 from .base import Call, Reduction
 
@@ -23,19 +23,13 @@ class Run:
         for reduction in self.reductions:
             reduction.start(call)
 
-    def add(self, name: str, factor: Factor) -> None:
-        """A parameter's factor is complete."""
-        factor = self._settled(factor)
-        for reduction in self.reductions:
-            reduction.add(name, factor)
+    def add(self, names: Sequence[str], factor: Factor) -> None:
+        """The factor of one parameter is complete, or of several: their samples are one parameter's after another's."""
+        for name, part in zip(names, split(self._reusable(factor), len(names)), strict=True):
+            for reduction in self.reductions:
+                reduction.add(name, part)
 
-    def add_parts(self, names: Sequence[str], whole: Factor) -> None:
-        """A factor of several parameters is complete: their samples are one after another."""
-        whole = self._settled(whole)
-        for reduction in self.reductions:
-            reduction.add_parts(names, whole)
-
-    def _settled(self, factor: Factor) -> Factor:
+    def _reusable(self, factor: Factor) -> Factor:
         """The factor in the form that is best asked several times, and kept."""
         if not self._reused or not factor.prefers_stack(reused=True):
             return factor

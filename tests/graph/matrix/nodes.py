@@ -13,7 +13,7 @@ from torch import Tensor
 
 from persample.graph.saved import metadata
 from persample.graph.site import Site
-from persample.graph.tape import is_leaf, walk
+from persample.graph.tape import read
 from tests.forms import seed
 from tests.graph import cubes, test_every_use
 from tests.graph.claims import _numbers
@@ -75,8 +75,9 @@ def sites(build: Build, under: Any = None) -> list[Site]:
     if output.grad_fn is None:
         return []
     found = list(nodes(output))
-    tape = walk([output.grad_fn], [node.variable for node in found if is_leaf(node)])
-    return [Site(tape, node) for node in found if not is_leaf(node) and node in tape.edges]
+    graph = read([output.grad_fn])
+    tape, numbers = graph.tape(graph.leaves.values()), [graph.numbers[node] for node in found]
+    return [Site(tape, number) for number in numbers if not tape.is_leaf(number) and number in tape.edges]
 
 
 def kind(site: Site) -> Hashable:
@@ -104,7 +105,7 @@ def narrowed(site: Site) -> Iterator[Site]:
     """The same node with one of its outputs requested, for every one of several."""
     wanted = [k for k, slot in enumerate(site.edges) if slot is not None]
     for kept in wanted if len(wanted) > 1 else ():
-        one = Site(site._tape, site.node)
+        one = Site(site._tape, site.index)
         one.edges = tuple(slot if k == kept else None for k, slot in enumerate(site.edges))
         one.outputs = [(k, slot) for k, slot in site.outputs if k == kept]
         yield one

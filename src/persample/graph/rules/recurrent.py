@@ -14,9 +14,10 @@ from ...factors import Dense, Factor, Outer
 from ...kernels.recurrence import LstmLayer, LstmReplay, replay_lstm
 from ..lanes import Lanes
 from ..layout import Layout, carry, join
+from ..nodes import NodeSlot, children
 from ..saved import LstmAnswer, Outputs, metadata
 from ..site import Site
-from ..tape import Slot, leading_to
+from ..traverse import leading_to
 from .registry import Use, rule
 
 
@@ -73,7 +74,7 @@ def _replayed(use: Use) -> LstmReplay:
     return replay_lstm(layer, *use.cotangents)
 
 
-def spared(site: Site, cotangents: Sequence[Tensor | None], plain: Sequence[Slot]) -> Outputs | None:
+def spared(site: Site, cotangents: Sequence[Tensor | None], plain: Sequence[NodeSlot]) -> Outputs | None:
     """A fused node's cotangents, such that its own backward need not be computed.
 
     None if it was not replayed, or if ordinary gradients are wanted at ``plain`` that its weights lead to.
@@ -94,7 +95,7 @@ def spared(site: Site, cotangents: Sequence[Tensor | None], plain: Sequence[Slot
     return tuple(None if g is None else LstmAnswer(g, answer) for g in cotangents)
 
 
-def _weights_lead_to(site: Site, plain: Sequence[Slot]) -> bool:
+def _weights_lead_to(site: Site, plain: Sequence[NodeSlot]) -> bool:
     weights = [child for child, _ in site.node.next_functions[1:5] if child is not None]
     goals = {node for node, _ in plain}
-    return not goals.isdisjoint(weights) or bool(leading_to(weights, goals))
+    return not goals.isdisjoint(weights) or bool(leading_to(weights, goals, children))
