@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 import persample as ps
-from persample.graph import recall
 from persample.graph.bundles import _ROWWISE
 from persample.graph.fallback import VMAP
 from persample.graph.flows import FLOWS
@@ -17,6 +16,7 @@ from persample.graph.names import POINTWISE, READS, WEIGHT_VIEWS
 from persample.graph.nodes import op_name
 from persample.graph.pullback import LIFTS
 from persample.graph.rules import RULES
+from persample.graph.tape import SHAPE_FOLLOWS
 from tests.reference import assert_same, definition
 
 TABLES = {
@@ -28,7 +28,7 @@ TABLES = {
     "reads": READS,
     "rowwise": _ROWWISE,
     "vmap": VMAP,
-    "following": recall._FOLLOWING,
+    "following": SHAPE_FOLLOWS,
     # What is looked for by name elsewhere.
     "others": ["CheckpointFunction", "CompiledFunction", "BackwardHookFunction", "AccumulateGrad", "CppFunction"],
 }

@@ -1,4 +1,4 @@
-"""Small factors wait for their kin: results are the same, and not many wait at a time."""
+"""Parts of one factor wait for one another: results are the same, and nothing else waits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 import persample as ps
 from persample.factors import Factor
-from persample.reductions import norms as module
 from persample.reductions.norms import ParameterNorms
 from tests.reference import definition
 
@@ -35,15 +34,9 @@ def losses_of(net: Deep, B: int, T: int) -> Tensor:
     return net(torch.randn(B, T, 5).double()).square().sum((1, 2))
 
 
-@pytest.fixture(params=[0, 2**22], ids=["no room", "room"])
-def room(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(module, "_QUEUE", request.param)
-    return int(request.param)
-
-
 @pytest.mark.parametrize("T", [1, 7])
 @pytest.mark.parametrize("B", [0, 1, 2, 6])
-def test_norms_and_sums_of_many_layers(room: int, B: int, T: int) -> None:
+def test_norms_and_sums_of_many_layers(B: int, T: int) -> None:
     torch.manual_seed(0)
     net = Deep()
     rows = definition(losses_of(net, B, T), net)
@@ -58,7 +51,7 @@ def test_norms_and_sums_of_many_layers(room: int, B: int, T: int) -> None:
         torch.testing.assert_close(total[name], summed, rtol=1e-4, atol=1e-6)
 
 
-def test_a_sample_that_is_dropped_leaves_nothing(room: int) -> None:
+def test_a_sample_that_is_dropped_leaves_nothing() -> None:
     torch.manual_seed(0)
     net, x = Deep(), torch.randn(4, 3, 5).double()
 
@@ -73,16 +66,18 @@ def test_a_sample_that_is_dropped_leaves_nothing(room: int) -> None:
         torch.testing.assert_close(found[name], want[name], rtol=1e-5, atol=1e-7)
 
 
-def test_not_many_wait(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    waiting: list[int] = []
-    add = ParameterNorms.add
+def test_only_parts_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms of a factor of its own are found when it comes; those of parts once, when all of them have come."""
+    asked: list[int] = []
+    find = ParameterNorms._find
 
-    def recorded(self: ParameterNorms, name: str, factor: Factor) -> None:
-        add(self, name, factor)
-        waiting.append(self._bytes)
+    def noted(self: ParameterNorms, names: list[str], factor: Factor) -> None:
+        asked.append(len(names))
+        find(self, names, factor)
 
-    monkeypatch.setattr(ParameterNorms, "add", recorded)
+    monkeypatch.setattr(ParameterNorms, "_find", noted)
     net = Deep()
     ps.norms(losses_of(net, 6, 2), net)
-    assert max(waiting) <= room
-    assert (max(waiting) > 0) == (room > 0)
+    assert sum(asked) == len(list(net.parameters()))
+    assert max(asked) == asked[-1] == DEPTH - 1 or max(asked) == DEPTH
+    assert asked.count(1) >= DEPTH  # the scales, which are in no bundle
