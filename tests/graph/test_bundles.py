@@ -112,7 +112,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Losses, list[i
     "mlp-many-positions": (lambda: stacked(3, lambda: nn.Linear(3, 3, bias=False), nn.Tanh), (3, 40, 3), each, [2]),
     "mlp-wide": (lambda: mlp(40), (4, 2, 40), each, [3, 4]),
     "mlp-pairs": (mlp, (6, 4), in_pairs, [3, 4]),
-    "mlp-time-first": (mlp, (5, 3, 4), time_first, []),
+    "mlp-time-first": (mlp, (5, 3, 4), time_first, [3]),
     "mlp-one-position-first": (mlp, (1, 3, 4), time_first, [3]),
     "mlp-shuffled": (mlp, (4, 4), lambda y: each(y)[torch.tensor([2, 0, 3, 1])], []),
     "widths": (lambda: stacked(3, lambda: nn.Linear(4, 6), nn.Tanh, lambda: nn.Linear(6, 4)), (3, 4), each, [2, 3]),
@@ -133,8 +133,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Losses, list[i
         each,
         [2, 3],
     ),
-    "encoder": (encoder, (3, 4, 8), each, [3, 3, 6]),
-    "encoder-as-many-positions": (encoder, (4, 4, 8), each, [3, 3, 6]),
+    "encoder": (encoder, (3, 4, 8), each, [2, 3, 3, 3, 6]),
+    "encoder-as-many-positions": (encoder, (4, 4, 8), each, [2, 3, 3, 3, 6]),
     "in-place": (lambda: stacked(4, lambda: nn.Linear(4, 4), lambda: nn.ReLU(inplace=True)), (3, 4), each, [3]),
 }
 

@@ -1,8 +1,8 @@
 """Where samples meet what they share: ops that use a shared tensor, one at a time or several as one.
 
 In a deep network of small layers, Python costs more per use than the arithmetic. Uses of one kind, with the same shapes
-and options, whose samples lie one after another, are one use with more samples: their cotangents and what they saved
-are concatenated, and one rule makes the factor of all their parameters.
+and options, whose samples lie in whole rows, are one use with more samples: the rows of their cotangents and of what
+they saved are put together, and one rule makes the factor of all their parameters.
 """
 
 from __future__ import annotations
@@ -80,10 +80,21 @@ class Bundle:
         """
         return tape.name(self.nodes[0]) in ("Mm", "Addmm") or self.is_alike(tape)
 
-    def saved_rows(self, places: Sequence[int]) -> dict[str, Tensor]:
-        """What the nodes at these places have saved, one node's rows after another's."""
+    def saved_rows(self, places: Sequence[int], rounds: int) -> dict[str, Tensor]:
+        """What the nodes at these places have saved, as rows of one op."""
         chosen = [self.saved[place] for place in places]
-        return {name: torch.cat([one[name] for one in chosen]) for name in chosen[0]}  # type: ignore[misc]
+        return {name: joined([one[name] for one in chosen], rounds) for name in chosen[0]}  # type: ignore[misc]
+
+
+def joined(tensors: Sequence[Tensor], rounds: int) -> Tensor:
+    """The rows of several tensors as those of one with more samples.
+
+    The rows of each are so many rounds through its samples, one round for every position if these come first. In every
+    round of the result, one tensor's samples come after another's.
+    """
+    if rounds == 1:
+        return torch.cat(list(tensors))
+    return torch.stack([t.unflatten(0, (rounds, -1)) for t in tensors], 1).flatten(0, 2)
 
 
 def bundle_up(plan: CapturePlan) -> None:
@@ -114,9 +125,8 @@ def _kind(plan: CapturePlan, use: Bundle) -> Hashable:
         return None
     reads, options = _ROWWISE[name]
     layout, size = plan.map.cotangents.get((number, 0)), prod(shapes[0])
-    in_order = isinstance(layout, Block) and layout.batch * layout.inner == size
     whole_rows = size and isinstance(layout, Block) and layout.inner % prod(shapes[0][1:]) == 0
-    if not in_order or not whole_rows or not reads.keys() >= set(use.outputs) or size > _LARGEST or in_checkpoint(node):
+    if not whole_rows or not reads.keys() >= set(use.outputs) or size > _LARGEST or in_checkpoint(node):
         return None
     ways = []
     for k in use.outputs:

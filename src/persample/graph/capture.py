@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from math import prod
 from weakref import ref
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from ..factors import Dense, Factor, Masked, combine, split
 from . import saved
-from .bundles import Bundle
+from .bundles import Bundle, joined
 from .custom import taught
 from .fallback import push_masked
 from .gather import Births, Gathering, changed_in_place
@@ -146,9 +147,10 @@ class Capture:
             return
         site, (layout, *_) = self.map.sites[use.nodes[0]], self.map.layouts(use.nodes[0])
         assert isinstance(layout, Block)
-        layout = Block(len(cotangents) * layout.batch, layout.inner)
-        site.recomputed = use.saved_rows(list(cotangents))
-        factors = self._factors(site, use.outputs, [torch.cat(list(cotangents.values()))], [layout], layout.batch)
+        rounds = prod(site.shapes[0]) // (layout.batch * layout.inner)
+        site.recomputed = use.saved_rows(list(cotangents), rounds)
+        g, layout = joined(list(cotangents.values()), rounds), Block(len(cotangents) * layout.batch, layout.inner)
+        factors = self._factors(site, use.outputs, [g], [layout], layout.batch)
         site.forget()
         for k in use.outputs:
             self._add([self.tape.edges[use.nodes[place]][k] for place in cotangents], factors[k])
