@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from benchmarks import convolutions
-from benchmarks.convolutions import GRID, Row, Shape, measure, square, summary
+from benchmarks.convolution_shapes import GRID, Shape, square
+from benchmarks.convolutions import Row, gains, measure, summary
+from persample.kernels.convolution import explain_choice, use_costs
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +47,24 @@ def test_table_of_norms(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     assert re.match(r"B2 8>4 6x6 k3x3 +\d+\.\d\d +\d+\.\d\d", first)
     assert re.match(r"B2 1>4 6x6 k3x3 ", second)
     assert "of 2 choices within 15%" in end
+
+
+def test_gains_by_the_model(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A way gains nothing where another one is chosen, and as much as the next best costs where it is."""
+    shape = square(8, 96, 96, 56, 7, groups=96)
+    with use_costs("AVX512"):
+        choice = explain_choice(shape.sizes)
+    table = gains([shape], "AVX512")
+    first, second = sorted(choice.milliseconds.values())[:2]
+    for kernel in choice.milliseconds:
+        assert table["gradients", kernel].most == pytest.approx(second / first if kernel == choice.way else 1.0)
+    assert table["norms", "pixels"].mean == 1.0
+    monkeypatch.setattr(convolutions, "GRID", [shape])
+    monkeypatch.setattr(convolutions, "draw", lambda chance: square(2, 3, 4, chance.randint(5, 9), 3))
+    assert convolutions.main(["--gains"]) == 0
+    assert re.search(
+        r"gradients forward +\d\.\d+ on average, at most \d\.\d+ \(B8 96>96 56x56", capsys.readouterr().out
+    )
 
 
 def test_summary() -> None:

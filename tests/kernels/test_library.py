@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from persample.kernels.conv_geometry import Geometry
+from persample.kernels.geometry import Geometry
 from persample.kernels.library import convolution, group_norm_sums, input_gradient, plain, weight_gradient
 from tests.forms import forms, numbers, seed
 from tests.forms import plain as copied

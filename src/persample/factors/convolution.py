@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from math import prod
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ..kernels.conv_gram import pixel_gram_norms
-from ..kernels.conv_kernels import samples_per_step
-from ..kernels.conv_select import Key
 from ..kernels.convolution import (
     Geometry,
+    Sizes,
     as_matrices,
-    choose_norms,
+    choose,
     chosen_kernel,
     convolve,
     keeps_stack,
-    key_of,
+    pixel_gram_norms,
+    samples_per_step,
     weight_per_sample,
     weight_summed,
 )
@@ -88,15 +88,15 @@ class Convolution(Factor):
         return self.positions * prod(self.size[1:]) * self.geometry.groups
 
     @property
-    def _key(self) -> Key:
+    def _sizes(self) -> Sizes:
         """What choices go by."""
-        return key_of(self.x, self.dy, self.size, self.geometry)
+        return Sizes.of(self.x, self.dy, self.size, self.geometry)
 
     def prefers_stack(self, reused: bool) -> bool:
-        return keeps_stack(*self._key) if reused else choose_norms(*self._key) == "stack"
+        return keeps_stack(self._sizes) if reused else choose(self._sizes, "norms") == "stack"
 
     def _compute_norms(self, space: Workspace) -> Tensor:
-        return self.NORMS[choose_norms(*self._key)](self, space)
+        return self.NORMS[choose(self._sizes, "norms")](self, space)
 
     def _norms_by_stack(self, space: Workspace) -> Tensor:
         """In portions that stay in cache, with what the kernels write on the way."""
@@ -194,8 +194,7 @@ class Convolution(Factor):
     @property
     def _way(self) -> str:
         """The way to norms that would be chosen for one batch size, whatever this one's is."""
-        key: Key = (_SOME_SAMPLES, *self._key[1:])
-        return choose_norms(*key)
+        return choose(replace(self._sizes, B=_SOME_SAMPLES), "norms")
 
     def exact(self, unit: Unit, space: Workspace) -> Exact:
         if self.rounds_written:

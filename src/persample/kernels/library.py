@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from persample.kernels.conv_geometry import Geometry
+from .geometry import Geometry
 
 __all__ = ["convolution", "group_norm_sums", "input_gradient", "plain", "weight_gradient"]
 
