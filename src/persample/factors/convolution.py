@@ -107,17 +107,6 @@ class Convolution(Factor):
             norms.append(row_norms(part.stack(out)))
         return torch.cat(norms)
 
-    def _norms_by_positions(self, space: Workspace) -> Tensor:
-        """Of gradients with their elements in another order."""
-        patches, norms = self._patches, []
-        for part in self._in_cache(space, max(patches, self.numel)):
-            memory = space.take((part.batch, patches + self.numel), wide(self.dtype), self.device).flatten()
-            left, right = part._matrices(memory)
-            out = memory[right.numel() :].view(len(left), left.shape[2], right.shape[2])
-            torch.bmm(left.mT, right, out=out)
-            norms.append(row_norms(out.view(part.batch, self.numel).to(self.dtype)))  # infinite where that is
-        return torch.cat(norms)
-
     def _norms_by_patches(self, space: Workspace) -> Tensor:
         groups = self.geometry.groups
         each = self._patches + 2 * groups * self.positions * min(self.positions, ROWS)
@@ -139,7 +128,6 @@ class Convolution(Factor):
 
     NORMS: ClassVar[Mapping[str, Callable[[Convolution, Workspace], Tensor]]] = {
         "stack": _norms_by_stack,
-        "positions": _norms_by_positions,
         "patches": _norms_by_patches,
         "pixels": _norms_by_pixels,
     }
@@ -177,7 +165,7 @@ class Convolution(Factor):
         return roundoff(self.dtype, self.positions) * self.sizes()
 
     def norm_bounds(self, space: Workspace | None = None) -> Tensor:
-        if self.rounds_written or self._way in ("stack", "positions"):
+        if self.rounds_written or self._way == "stack":
             return super().norm_bounds(space)
         self.measure(space or Workspace())
         read, other = (self.dy, self.x) if self.geometry.transposed else (self.x, self.dy)

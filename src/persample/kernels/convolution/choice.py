@@ -18,7 +18,6 @@ from typing import Literal
 import torch
 
 from .costs import KERNEL_COSTS, NORM_COSTS, RATES, milliseconds, rates_for
-from .patches import FEW_CHANNELS
 from .sizes import Sizes
 
 __all__ = [
@@ -60,7 +59,7 @@ class Choice:
 def applicable(weight_size: Sequence[int]) -> tuple[str, ...]:
     """The kernels that can compute these gradients."""
     special = {"forward": weight_size[1] == 1, "pointwise": math.prod(weight_size[2:]) == 1}
-    return ("library", "unfold", "shifted", *[name for name, can in special.items() if can])
+    return ("library", "unfold", *[name for name, can in special.items() if can])
 
 
 def choose(sizes: Sizes, goal: Goal = "gradients") -> str:
@@ -80,7 +79,7 @@ def explain_choice(sizes: Sizes, goal: Goal = "gradients") -> Choice:
     >>> with use_costs("AVX512"):
     ...     choice = explain_choice(Sizes(32, 1, (256, 256, 3, 3), (4, 4), (4, 4), geometry))
     >>> choice.way, sorted(choice.milliseconds), choice.costs
-    ('unfold', ['library', 'shifted', 'unfold'], 'AVX512...')
+    ('unfold', ['library', 'unfold'], 'AVX512...')
     """
     by_way = estimates(sizes, goal)
     way = _overriding(sizes, goal) or min(by_way, key=by_way.__getitem__)
@@ -111,8 +110,7 @@ def _estimates(sizes: Sizes, goal: Goal, cpu: str) -> Mapping[str, float]:
     if sizes.is_empty:
         return {"stack": 0.0}
     stack = _fastest_kernel(sizes, cpu) + _NORM * sizes.weights * sizes.width + _CALL
-    ways = [way for way in NORM_COSTS if way != "positions" or sizes.d >= FEW_CHANNELS]
-    return {"stack": stack, **{way: milliseconds(way, sizes, cpu) for way in ways}}
+    return {"stack": stack, **{way: milliseconds(way, sizes, cpu) for way in NORM_COSTS}}
 
 
 def _fastest_kernel(sizes: Sizes, cpu: str) -> float:
@@ -149,7 +147,7 @@ def use_costs(cpu: str) -> Iterator[None]:
     >>> geometry = Geometry((1, 1), (2, 2), (2, 2), transposed=False, output_padding=(0, 0), groups=1)
     >>> with use_costs("AVX2"):
     ...     choose(Sizes(64, 1, (16, 16, 3, 3), (32, 32), (32, 32), geometry))
-    'shifted'
+    'unfold'
     """
     global _cpu
     if cpu not in RATES:

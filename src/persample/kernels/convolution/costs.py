@@ -14,14 +14,12 @@ from importlib.resources import files
 import torch
 
 from ..gram import BLOCK
-from .kernels import SHORT_RUN
 from .patches import CACHE_BYTES, FEW_CHANNELS
 from .sizes import Sizes
 
 __all__ = ["FORMULAS", "KERNEL_COSTS", "NORM_COSTS", "RATES", "milliseconds", "rates_for"]
 
 _FRESH_BYTES = 2**24  # an allocation from here on may be new pages every time
-_SMALL_PRODUCT = 400  # multiplications; below, PyTorch does not call BLAS
 
 Rates = Mapping[str, Mapping[str, float]]  # nanoseconds by variant and by what is counted
 RATES: Mapping[str, Rates] = {
@@ -100,32 +98,6 @@ def _unfold(s: Sizes, cpu: str) -> Counts:
     }
 
 
-def _shifted(s: Sizes, cpu: str) -> Counts:
-    """Copies lines, runs GEMMs that each read them and dy again, and copies the result."""
-    if s.geometry.stride[0] > 1 and s.geometry.dilation[0] > 1:
-        return _unfold(s, cpu)
-    phases = s.geometry.stride[0]
-    gemms, rest = -(-s.kernel[0] // phases), s.K // s.kernel[0]
-    copied = s.R > 1 or rest > 1 or phases > 1
-    run = rest * phases
-    small = s.p * s.d * run * s.T < _SMALL_PRODUCT
-    products = _products(s) * gemms * phases / s.kernel[0]  # with those that are left away at the end
-    reach = s.geometry.read_size(s.out_size, s.kernel)[0]
-    length = (reach + -reach % phases) * s.T // s.out_size[0]
-    lines = s.matrices * s.d * s.K // s.kernel[0] * length
-    return "shifted", {
-        "lines": s.width * lines if copied else 0,
-        "runs": lines / _run(s) if copied else 0,
-        "strided lines": lines if s.geometry.stride[-1] > 1 else 0,
-        "operands": s.width * gemms * s.matrices * (s.p + s.d * run) * s.T,
-        "products": 0 if small else products,
-        "small products": products if small else 0,
-        "weights": s.width * s.weights,
-        "calls": gemms * (1 + run / 2 if run < SHORT_RUN else 1) * _steps(s, max(lines, s.weights)),
-        "call": 1,
-    }
-
-
 def _forward(s: Sizes, cpu: str) -> Counts:
     """Vectorised for one channel, or for many, if it is not float64; the result is in the right order."""
     variant = "depthwise" if s.p == 1 else "blocks" if s.p % 16 == 0 else "other"
@@ -134,19 +106,6 @@ def _forward(s: Sizes, cpu: str) -> Counts:
         "x and dy": s.width * (s.inputs + s.cotangents),
         "weights": s.width * s.weights,
         "matrices": s.matrices,
-        "call": 1,
-    }
-
-
-def _positions(s: Sizes, cpu: str) -> Counts:
-    """Copies patches, channels last, multiplies, and takes norms of the products in the order in which they come."""
-    return "positions" + _layout(s), {
-        **_patches_by_position(s),
-        "products": _products(s),
-        "dy": s.width * s.cotangents,
-        "matrices": s.matrices,
-        "weights": s.width * s.weights,
-        "steps": _steps(s, max(s.patches, s.weights)),
         "call": 1,
     }
 
@@ -225,8 +184,7 @@ def _steps(s: Sizes, elements: int) -> int:
 KERNEL_COSTS: Mapping[str, Formula] = {
     "library": _library,
     "unfold": _unfold,
-    "shifted": _shifted,
     "forward": _forward,
 }
-NORM_COSTS: Mapping[str, Formula] = {"positions": _positions, "patches": _patch_gram, "pixels": _pixel_gram}
+NORM_COSTS: Mapping[str, Formula] = {"patches": _patch_gram, "pixels": _pixel_gram}
 FORMULAS: Mapping[str, Formula] = {**KERNEL_COSTS, **NORM_COSTS, "sum": _sum}

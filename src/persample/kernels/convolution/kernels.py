@@ -6,7 +6,7 @@ with something made from x.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -14,13 +14,12 @@ from torch import Tensor
 
 from ..geometry import Geometry
 from ..library import convolution, weight_gradient
-from .patches import matrices, padded, samples_per_step, windows, windows_along
+from .patches import matrices, padded, samples_per_step, windows
 
-__all__ = ["KERNELS", "SHORT_RUN"]
+__all__ = ["KERNELS"]
 
 _FRESH_BYTES = 2**22  # a larger block may be new pages every time
 _VECTOR, _FEW_COLUMNS = 8, 64
-SHORT_RUN = 5  # shorter ones are copied faster one element of each at a time
 
 
 def _library(x: Tensor, dy: Tensor, out: Tensor, geometry: Geometry) -> Tensor:
@@ -76,36 +75,6 @@ def _unfold(x: Tensor, dy: Tensor, out: Tensor, geometry: Geometry) -> Tensor:
     return out
 
 
-def _shifted(x: Tensor, dy: Tensor, out: Tensor, geometry: Geometry) -> Tensor:
-    """(1) as a GEMM for each place k of the kernel on the first axis: dw[:, :, k] = dy @ lines[:, δ·k:]ᵀ.
-
-    The lines are the patches of a kernel that has size 1 on the first axis, at all positions of x on it. In memory
-    the first axis is the outermost of the positions, so that all t at offset k are a slice: a view. With a stride
-    s on that axis its positions are kept in s phases, s·l + φ at [φ, l]: one GEMM for the offsets k = s·l + φ of an l.
-    """
-    kernel, out_size = out.shape[3:], dy.shape[3:]
-    phases, groups, p, d = geometry.stride[0], geometry.groups, out.shape[1] // geometry.groups, out.shape[2]
-    if phases > 1 and geometry.dilation[0] > 1:  # offsets do not lie in phases one after another
-        return _unfold(x, dy, out, geometry)
-    rest, line = phases * math.prod(kernel[1:]), dy[0, :, 0, 0].numel()
-    length = -(-geometry.read_size(out_size, kernel)[0] // phases)
-    size = (x.shape[2], phases, *kernel[1:], length, x.shape[1], *out_size[1:])
-    step = samples_per_step(max(math.prod(size), out[0].numel()), x)
-    buffer, parts = x.new_empty(step, *size), x.new_empty(-(-kernel[0] // phases), step * groups, p, d * rest)
-    for some in _steps(len(out), step):
-        rows = len(out[some]) * groups
-        lines = _lines(x[some], kernel, out_size, geometry)
-        if not lines.is_contiguous():
-            lines = buffer[: len(lines)].copy_(lines)
-        lines = lines.view(rows, d * rest, -1)
-        flat_dy = dy[some].movedim(1, 3).reshape(rows, p, -1)
-        for k, part in enumerate(parts):
-            shifted = lines[:, :, k * geometry.dilation[0] * line :][..., : flat_dy.shape[2]]
-            _multiply(flat_dy, shifted, part[:rows])
-        _gather(parts[:, :rows].view(len(parts), -1, rest), out[some].view(-1, out[0, 0, 0].numel()))
-    return out
-
-
 def _forward(x: Tensor, dy: Tensor, out: Tensor, geometry: Geometry) -> Tensor:
     """(1) as a convolution of x with dy: strides and dilations change places, images are channels, samples are groups.
 
@@ -127,27 +96,6 @@ def _multiply(dy: Tensor, right: Tensor, out: Tensor) -> None:
         torch.bmm(dy, right.mT, out=out)
 
 
-def _lines(x: Tensor, kernel: Sequence[int], out_size: Sequence[int], geometry: Geometry) -> Tensor:
-    """A view (B, Cin, s, *k[1:], L, R, *O[1:]) that has x[b, r, i, (s·l + φ, …)] at [b, i, φ, k, l, r, t]."""
-    n, phases = len(kernel), geometry.stride[0]
-    x = padded(x, kernel, out_size, geometry, multiple=phases).contiguous()
-    x = x.movedim(1, 2).unflatten(3, (-1, phases))
-    for axis in range(1, n):
-        x = windows_along(x, 4 + axis, kernel[axis], geometry.stride[axis], geometry.dilation[axis])
-    return x.permute(0, 1, 4, *range(4 + n, 3 + 2 * n), 3, 2, *range(5, 4 + n))
-
-
-def _gather(parts: Tensor, out: Tensor) -> None:
-    """out[i, k·r + j] = parts[k, i, j] for parts (·, ·, r)."""
-    run = parts.shape[2]
-    for part, here in zip(parts, out.split(run, dim=1), strict=True):
-        if run >= SHORT_RUN:
-            here.copy_(part[:, : here.shape[1]])
-            continue
-        for j in range(here.shape[1]):
-            here[:, j] = part[:, j]
-
-
 def _steps(samples: int, step: int) -> Iterator[slice]:
     """The batch in slices of `step` samples."""
     return (slice(start, start + step) for start in range(0, samples, step))
@@ -157,6 +105,5 @@ KERNELS: dict[str, Callable[[Tensor, Tensor, Tensor, Geometry], Tensor]] = {
     "library": _library,
     "pointwise": _pointwise,
     "unfold": _unfold,
-    "shifted": _shifted,
     "forward": _forward,
 }

@@ -28,20 +28,16 @@ CACHE_BYTES = 2**21  # temporaries up to here are rewritten in place, without a 
 FEW_CHANNELS = 4  # from here on, patches are copied faster with channels last
 
 
-def padded(x: Tensor, kernel: Sequence[int], out_size: Sequence[int], geometry: Geometry, multiple: int = 1) -> Tensor:
-    """Zero-pad x, and crop it at the far ends, to what (1) reads; the first axis to a ``multiple``."""
-    pads = _pads(x.shape[3:], kernel, out_size, geometry, multiple)
+def padded(x: Tensor, kernel: Sequence[int], out_size: Sequence[int], geometry: Geometry) -> Tensor:
+    """Zero-pad x, and crop it at the far ends, to what (1) reads."""
+    pads = _pads(x.shape[3:], kernel, out_size, geometry)
     return F.pad(x, pads) if any(pads) else x
 
 
-def _pads(
-    size: Sequence[int], kernel: Sequence[int], out_size: Sequence[int], geometry: Geometry, multiple: int = 1
-) -> list[int]:
+def _pads(size: Sequence[int], kernel: Sequence[int], out_size: Sequence[int], geometry: Geometry) -> list[int]:
     """Zeros before and after every axis, from the last one to the first; fewer than none crop."""
     pads: list[int] = []
-    first, *others = geometry.read_size(out_size, kernel)
-    needs = (first + -first % multiple, *others)
-    for have, need, padding in zip(size, needs, geometry.padding, strict=True):
+    for have, need, padding in zip(size, geometry.read_size(out_size, kernel), geometry.padding, strict=True):
         pads = [padding, need - have - padding, *pads]
     return pads
 
