@@ -33,6 +33,7 @@ from .workspace import Workspace
 
 _SOME_SAMPLES = 32  # for choices that must not depend on how many there are
 _TEMPORARIES = 3  # times a gradient: room for what a kernel writes beside it
+_OUTSIDE_CACHE = 4  # times the cache: what the library may read of inputs and cotangents, which it does once
 
 
 class Convolution(Factor):
@@ -100,19 +101,24 @@ class Convolution(Factor):
 
     def _norms_by_stack(self, space: Workspace) -> Tensor:
         """In portions that stay in cache, with what the kernels write on the way."""
-        own = chosen_kernel(self.x, self.dy, self.size, self.geometry) in ("library", "forward")  # with its own memory
-        norms = []
-        for part in self._in_cache(space, _TEMPORARIES * self.numel):
-            out = None if own else space.take((part.batch, *self.shape), self.dtype, self.device)
+        own_memory = chosen_kernel(self.x, self.dy, self.size, self.geometry) in ("library", "forward")
+        temporaries, norms = _TEMPORARIES * self.numel, []
+        for part in self._in_cache(space, temporaries, self._written_by_library if own_memory else temporaries):
+            out = None if own_memory else space.take((part.batch, *self.shape), self.dtype, self.device)
             norms.append(row_norms(part.stack(out)))
         return torch.cat(norms)
+
+    @property
+    def _written_by_library(self) -> int:
+        """Elements of a sample that its kernels should find in cache: calls are dear, so not all that they touch."""
+        return max(self.numel, (prod(self.x.shape[1:]) + prod(self.dy.shape[1:])) // _OUTSIDE_CACHE)
 
     def _norms_by_patches(self, space: Workspace) -> Tensor:
         groups = self.geometry.groups
         each = self._patches + 2 * groups * self.positions * min(self.positions, ROWS)
         parts = (
             part._matrices(space.take((part.batch, self._patches), wide(self.dtype), self.device))
-            for part in self._in_cache(space, each)
+            for part in self._in_cache(space, each, each)
         )
         return self._norms_by_gram(parts, groups, space)
 
@@ -146,9 +152,9 @@ class Convolution(Factor):
         for some in space.chunks(self.batch, elements * wide(self.dtype).itemsize):
             yield self if some.stop - some.start == self.batch else self[some]
 
-    def _in_cache(self, space: Workspace, elements: int) -> Iterator[Convolution]:
-        """The same, no more than the cores' caches hold."""
-        most = samples_per_step(elements, self.x)
+    def _in_cache(self, space: Workspace, elements: int, cached: int) -> Iterator[Convolution]:
+        """`_portions` of no more samples than caches hold, if ``cached`` elements of each are to be there."""
+        most = samples_per_step(cached, self.x)
         for part in self._portions(space, elements):
             for start in range(0, part.batch, most):
                 yield part if part.batch <= most else part[start : start + most]

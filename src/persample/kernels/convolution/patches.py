@@ -61,11 +61,11 @@ def matrices(x: Tensor, rows: int) -> Tensor:
 
 
 def as_matrices(
-    x: Tensor, dy: Tensor, weight_size: Sequence[int], geometry: Geometry, out: Tensor | None = None
+    x: Tensor, dy: Tensor, weight_size: Sequence[int], geometry: Geometry, out: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Formula (1) as a product, up to the order of its columns: cotangents (B·G, T, p) and patches (B·G, T, d·K).
 
-    The convolution may be transposed. The patches are written into ``out``, if that is given.
+    The convolution may be transposed. The patches are written into the first part of ``out``.
     """
     if geometry.transposed:
         x, dy, geometry = dy, x, replace(geometry, transposed=False)
@@ -74,9 +74,9 @@ def as_matrices(
 
 
 def _patches_by_position(
-    x: Tensor, kernel: Sequence[int], out_size: Sequence[int], geometry: Geometry, out: Tensor | None
+    x: Tensor, kernel: Sequence[int], out_size: Sequence[int], geometry: Geometry, out: Tensor
 ) -> Tensor:
-    """(B·G, T, K·d) with x[b, r, i, s·t + δ·k] at [t, (k, i)], in ``out`` if that is given.
+    """(B·G, T, K·d) with x[b, r, i, s·t + δ·k] at [t, (k, i)], in the first part of ``out``.
 
     Where there are several channels they come last: what a kernel reads of a line is then one run of memory.
     """
@@ -92,9 +92,9 @@ def _patches_by_position(
     return _written(x.movedim(3 + n, -1), out).view(rows, -1, columns)
 
 
-def _written(t: Tensor, out: Tensor | None) -> Tensor:
-    """In memory without gaps: the first part of ``out``, or some of its own."""
-    return t.contiguous() if out is None else out.flatten()[: t.numel()].view(t.shape).copy_(t)
+def _written(view: Tensor, out: Tensor) -> Tensor:
+    """A copy without gaps in the first part of ``out``."""
+    return out.flatten()[: view.numel()].view(view.shape).copy_(view)
 
 
 def samples_per_step(elements: int, x: Tensor) -> int:
