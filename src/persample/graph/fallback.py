@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ..kernels.library import plain
+from ..kernels.library import materialized
 from .invoke import call, call_each, is_opaque, sum_to
 from .layout import Layout, labels
 from .saved import holds_sparse, in_backward, in_checkpoint, in_own_task, in_plain_task
@@ -77,7 +77,7 @@ def push_stacked(site: Site, stacks: Sequence[Tensor | None], batch: int, wanted
 
 
 def _vmapped(site: Site, stacks: Sequence[Tensor | None], wanted: Sequence[int]) -> dict[int, Tensor]:
-    live = [plain(s) for s in stacks if s is not None]
+    live = [materialized(s) for s in stacks if s is not None]
 
     def one(*given: Tensor) -> tuple[Tensor, ...]:
         rest = iter(given)

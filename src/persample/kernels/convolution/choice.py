@@ -1,10 +1,9 @@
 """Which way to take to per-sample gradients of a convolution, or to their norms: the one that costs least by `costs`.
 
 ``python -m benchmarks.convolutions`` measures how good the choices are, on 80 shapes that had no part in the fit, but
-for one correction by hand. On a CPU with AVX-512, 74 of the kernels (two threads) and 76 (one) were at most 15% slower
-than the best one, and with ``--norms`` 75 and 78 of the ways to norms; on average, the choice took 1.01 to 1.03 times
-the best time. `explain_choice` shows the estimates and which CPU's rates they are made of; `use_kernel` overrides the
-choice, and `use_costs` makes it the one of another CPU.
+for one correction by hand; with ``--gains``, it shows what each way is worth by the model: docs/benchmarks.md has both.
+`explain_choice` shows the estimates and which CPU's rates they are made of; `use_kernel` overrides the choice, and
+`use_costs` makes it the one of another CPU.
 """
 
 import math
@@ -95,11 +94,11 @@ def _overriding(sizes: Sizes, goal: Goal) -> str | None:
         return _fastest[sizes]
     if _preferred in kernels:
         return _preferred
-    return "pointwise" if "pointwise" in kernels else None  # "unfold" without a copy
+    return "pointwise" if "pointwise" in kernels else None  # what "unfold" does, without its copy
 
 
 def estimates(sizes: Sizes, goal: Goal = "gradients") -> Mapping[str, float]:
-    """Milliseconds by kernel, or by way to norms."""
+    """Milliseconds by kernel, or by way to norms; "pointwise" is not among them, as it is taken wherever it can be."""
     return _estimates(sizes, goal, _cpu)
 
 

@@ -19,7 +19,7 @@ from .sizes import Sizes
 
 __all__ = ["FORMULAS", "KERNEL_COSTS", "NORM_COSTS", "RATES", "milliseconds", "rates_for"]
 
-_FRESH_BYTES = 2**24  # an allocation from here on may be new pages every time
+_FRESH_BYTES = 2**24  # a larger allocation may be new pages every time
 
 Rates = Mapping[str, Mapping[str, float]]  # nanoseconds by variant and by what is counted
 RATES: Mapping[str, Rates] = {
@@ -47,7 +47,7 @@ def milliseconds(way: str, sizes: Sizes, cpu: str) -> float:
 
 
 Counts = tuple[str, dict[str, float]]  # the variant of a way, and how often it does what
-Formula = Callable[[Sizes, str], Counts]
+Formula = Callable[[Sizes, str], Counts]  # for a kind of CPU: on some, the library has more vectorised code
 
 
 def _library(s: Sizes, cpu: str) -> Counts:
@@ -130,7 +130,7 @@ def _layout(s: Sizes) -> str:
 
 
 def _patches_by_position(s: Sizes) -> dict[str, float]:
-    """What it takes to copy them: runs of all channels, along the kernel's last axis, unless channels are few."""
+    """What copying patches takes: a run has all channels along the kernel's last axis, unless channels are few."""
     channels_last = s.d >= FEW_CHANNELS
     run = s.d * (s.kernel[-1] if s.geometry.dilation[-1] == 1 else 1) if channels_last else _run(s)
     return {
@@ -142,7 +142,7 @@ def _patches_by_position(s: Sizes) -> dict[str, float]:
 
 
 def _pixel_gram(s: Sizes, cpu: str) -> Counts:
-    """Multiplies pixels and dy with themselves, and adds up the former along the diagonals, one axis after another."""
+    """Multiplies pixels and dy with themselves, and adds up the pixels' products along diagonals, axis by axis."""
     pixels = s.R * math.prod(s.geometry.read_size(s.out_size, s.kernel))
     pairs, positions = s.matrices * pixels * (pixels + min(pixels, 2 * BLOCK)) / 2, s.matrices * s.T * s.T
     return "pixel gram", {

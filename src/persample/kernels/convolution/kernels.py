@@ -19,13 +19,13 @@ from .patches import matrices, padded, samples_per_step, windows
 __all__ = ["KERNELS"]
 
 _FRESH_BYTES = 2**22  # a larger block may be new pages every time
-_VECTOR, _FEW_COLUMNS = 8, 64
+_VECTOR, _FEW_COLUMNS = 8, 64  # elements; products of narrower matrices gain by rows of whole vectors
 
 
 def _library(x: Tensor, dy: Tensor, out: Tensor, geometry: Geometry) -> Tensor:
     """(1) by PyTorch's own weight gradient. It sums over a batch, not over groups: samples become groups.
 
-    Its result is in memory of its own: a few samples at a time if that would be fresh pages.
+    PyTorch allocates the result. Where that would take fresh pages, a few samples are done at a time, and copied.
     """
     kernel, out_size = out.shape[3:], dy.shape[3:]
     if geometry.output_size(x.shape[3:], kernel) != tuple(out_size):  # a large output_padding, roles exchanged
@@ -40,7 +40,7 @@ def _library(x: Tensor, dy: Tensor, out: Tensor, geometry: Geometry) -> Tensor:
 
 
 def _folded(x: Tensor, dy: Tensor, out: Tensor, geometry: Geometry) -> Tensor:
-    """`_library` for samples that are done at once."""
+    """PyTorch's weight gradient with each sample's groups as groups of its own."""
     folded = replace(geometry, groups=len(out) * geometry.groups)
     x, dy = (t.transpose(0, 1).flatten(1, 2) for t in (x, dy))
     return weight_gradient(x, dy, out.flatten(0, 1), folded).view(out.shape)
@@ -88,7 +88,7 @@ def _forward(x: Tensor, dy: Tensor, out: Tensor, geometry: Geometry) -> Tensor:
 
 
 def _multiply(dy: Tensor, right: Tensor, out: Tensor) -> None:
-    """out = dy @ rightᵀ, for matrices (N, p, T) and (N, n, T); short rows are faster in whole vectors."""
+    """out = dy @ rightᵀ for dy (N, p, T) and right (N, n, T), transposed if p fills vectors and a small n does not."""
     p, n = out.shape[1:]
     if n % _VECTOR and n < _FEW_COLUMNS and p % _VECTOR == 0 and p > _VECTOR:
         out.copy_(torch.bmm(right, dy.mT).mT)

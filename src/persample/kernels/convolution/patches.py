@@ -25,17 +25,17 @@ __all__ = [
 ]
 
 CACHE_BYTES = 2**21  # temporaries up to here are rewritten in place, without a trip to memory
-FEW_CHANNELS = 4  # from here on, patches are copied faster with channels last
+FEW_CHANNELS = 4  # fewer than these; patches of more are copied faster with channels last
 
 
 def padded(x: Tensor, kernel: Sequence[int], out_size: Sequence[int], geometry: Geometry) -> Tensor:
-    """Zero-pad x, and crop it at the far ends, to what (1) reads."""
+    """x with zeros around it, or cropped at the far ends: what (1) reads, no more and no less."""
     pads = _pads(x.shape[3:], kernel, out_size, geometry)
     return F.pad(x, pads) if any(pads) else x
 
 
 def _pads(size: Sequence[int], kernel: Sequence[int], out_size: Sequence[int], geometry: Geometry) -> list[int]:
-    """Zeros before and after every axis, from the last one to the first; fewer than none crop."""
+    """Zeros before and after every axis, from the last one to the first, as `F.pad` takes them; less than 0 crops."""
     pads: list[int] = []
     for have, need, padding in zip(size, geometry.read_size(out_size, kernel), geometry.padding, strict=True):
         pads = [padding, need - have - padding, *pads]
@@ -98,6 +98,6 @@ def _written(view: Tensor, out: Tensor) -> Tensor:
 
 
 def samples_per_step(elements: int, x: Tensor) -> int:
-    """How many samples to do at once that have so many elements of temporaries each: what caches hold, one a core."""
+    """How many samples to do at once, with so many elements of temporaries each: what caches hold, but one a core."""
     workers, budget = (torch.get_num_threads(), CACHE_BYTES) if x.device.type == "cpu" else (1, 2**28)
     return min(len(x), workers * max(1, budget // (elements * x.element_size())))
