@@ -136,7 +136,7 @@ def summary(rows: Sequence[Row]) -> str:
 
 @dataclass(frozen=True)
 class Gain:
-    """How many times as long choices take, by the model, if there is one way less: on average, and where it is most."""
+    """How many times as long the best choice takes, by the model, without one way: on average, and where it is most."""
 
     mean: float
     most: float
@@ -147,13 +147,12 @@ class Gain:
 
 
 def gains(shapes: Sequence[Shape], cpu: str) -> dict[tuple[str, str], Gain]:
-    """By goal and by way, what every kernel gains for gradients and for norms, and every way to norms without them."""
+    """By goal and way: what every kernel gains for gradients and for norms, and every way to norms that needs none."""
+    pairs = [("gradients", kernel) for kernel in KERNEL_COSTS]
+    pairs += [("norms", way) for way in (*KERNEL_COSTS, *NORM_COSTS)]
     table: dict[tuple[str, str], Gain] = {}
     with use_costs(cpu):
-        for goal, way in (
-            *(("gradients", kernel) for kernel in KERNEL_COSTS),
-            *(("norms", way) for way in (*KERNEL_COSTS, *NORM_COSTS)),
-        ):
+        for goal, way in pairs:
             ratios = [_best_milliseconds(s, goal, without=way) / _best_milliseconds(s, goal) for s in shapes]
             mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
             most = max(range(len(shapes)), key=ratios.__getitem__)
@@ -173,7 +172,7 @@ def _best_milliseconds(shape: Shape, goal: str, without: str | None = None) -> f
 
 
 def show_gains() -> None:
-    """Print them for both kinds of CPU, on the grid and on random shapes."""
+    """Print what every way gains on both kinds of CPU, on the grid and on random shapes."""
     chance = random.Random(0)
     drawn = [shape for shape in (draw(chance) for _ in range(1200)) if is_useful(shape)]
     for cpu in RATES:

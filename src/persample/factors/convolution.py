@@ -103,14 +103,14 @@ class Convolution(Factor):
         """In portions that stay in cache, with what the kernels write on the way."""
         own_memory = chosen_kernel(self.x, self.dy, self.size, self.geometry) in ("library", "forward")
         temporaries, norms = _TEMPORARIES * self.numel, []
-        for part in self._in_cache(space, temporaries, self._written_by_library if own_memory else temporaries):
+        for part in self._in_cache(space, temporaries, self._cached_elements if own_memory else temporaries):
             out = None if own_memory else space.take((part.batch, *self.shape), self.dtype, self.device)
             norms.append(row_norms(part.stack(out)))
         return torch.cat(norms)
 
     @property
-    def _written_by_library(self) -> int:
-        """Elements of a sample that its kernels should find in cache: calls are dear, so not all that they touch."""
+    def _cached_elements(self) -> int:
+        """Elements of a sample to have in cache for the library's kernels: not all, as its calls are dear."""
         return max(self.numel, (prod(self.x.shape[1:]) + prod(self.dy.shape[1:])) // _OUTSIDE_CACHE)
 
     def _norms_by_patches(self, space: Workspace) -> Tensor:

@@ -98,6 +98,6 @@ def _written(view: Tensor, out: Tensor) -> Tensor:
 
 
 def samples_per_step(elements: int, x: Tensor) -> int:
-    """How many samples to do at once, with so many elements of temporaries each: what caches hold, but one a core."""
+    """How many samples fit into caches with so many elements of temporaries each, but at least one for each core."""
     workers, budget = (torch.get_num_threads(), CACHE_BYTES) if x.device.type == "cpu" else (1, 2**28)
     return min(len(x), workers * max(1, budget // (elements * x.element_size())))
