@@ -1,9 +1,11 @@
 """How good the choice among the convolution kernels is: every kernel is timed on a grid of shapes.
 
     python -m benchmarks.convolutions [--norms] [--quick] [--threads N] [--clock wall|thread] [--json PATH]
+    python -m benchmarks.convolutions --gains
 
 A row shows the fastest kernel, the one that is chosen, and how much longer that one needs. With ``--norms``, it is the
-ways to norms that are compared.
+ways to norms that are compared. ``--gains`` measures nothing: it shows what each kernel and each way to norms is worth
+by the model that choices are made by, on both kinds of CPU.
 """
 
 from __future__ import annotations
@@ -24,171 +26,15 @@ import torch
 from torch import Tensor
 
 from persample.factors import Convolution, Workspace
-from persample.kernels.conv_costs import KERNEL_TERMS
-from persample.kernels.conv_select import Key, applicable, norm_estimates
-from persample.kernels.convolution import Geometry, choose_norms, explain_choice, weight_per_sample
+from persample.kernels.convolution import applicable, estimates, explain_choice, use_costs, weight_per_sample
+from persample.kernels.convolution.costs import KERNEL_COSTS, NORM_COSTS, RATES
 
 from . import environment
+from .convolution_shapes import GRID, Shape, draw, is_useful
 
 HOPELESS = 8  # an estimate of so many times the best one is not worth a try
 NEAR = 1.15  # a choice is right if it takes at most so many times the best kernel's time
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "thread": time.thread_time}
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A convolution: B samples of R images (R, Cin, *size), with Cin and Cout over all groups."""
-
-    B: int
-    cin: int
-    cout: int
-    size: tuple[int, ...]
-    kernel: tuple[int, ...]
-    stride: int = 1
-    padding: int = 0
-    dilation: int = 1
-    groups: int = 1
-    transposed: bool = False
-    R: int = 1
-    dtype: torch.dtype = torch.float32
-
-    @property
-    def title(self) -> str:
-        size, kernel = ("x".join(map(str, t)) for t in (self.size, self.kernel))
-        extras = {"s": self.stride, "dil": self.dilation, "G": self.groups, "R": self.R}
-        words = [f"{name}{value}" for name, value in extras.items() if value != 1]
-        words += ["transposed"] * self.transposed + ["float64"] * (self.dtype == torch.float64)
-        return " ".join([f"B{self.B} {self.cin}>{self.cout} {size} k{kernel}", *words])
-
-    @property
-    def weight_size(self) -> tuple[int, ...]:
-        first, second = (self.cin, self.cout) if self.transposed else (self.cout, self.cin)
-        return (first, second // self.groups, *self.kernel)
-
-    @property
-    def geometry(self) -> Geometry:
-        n = len(self.size)
-        each = ((value,) * n for value in (self.stride, self.padding, self.dilation))
-        return Geometry(*each, transposed=self.transposed, output_padding=(0,) * n, groups=self.groups)
-
-    @property
-    def key(self) -> Key:
-        """What the choice goes by."""
-        return self.B, self.R, self.weight_size, self.size, self.out_size, self.geometry, self.dtype
-
-    @property
-    def out_size(self) -> tuple[int, ...]:
-        """Of the output, in space."""
-        x = torch.empty(1, self.cin, *self.size, device="meta")
-        weight = torch.empty(self.weight_size, device="meta")
-        return tuple(torch.convolution(x, weight, None, *self.geometry.arguments).shape[2:])
-
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        """x and dy."""
-        x = torch.randn(self.B, self.R, self.cin, *self.size, dtype=self.dtype)
-        return x, torch.randn(self.B, self.R, self.cout, *self.out_size, dtype=self.dtype)
-
-
-def square(B: int, cin: int, cout: int, side: int, k: int, **options: Any) -> Shape:
-    """In two dims, padded so that a stride of 1 keeps the size."""
-    options.setdefault("padding", options.get("dilation", 1) * (k - 1) // 2)
-    return Shape(B, cin, cout, (side, side), (k, k), **options)
-
-
-def depthwise(B: int, channels: int, side: int, k: int, **options: Any) -> Shape:
-    return square(B, channels, channels, side, k, groups=channels, **options)
-
-
-def line(B: int, cin: int, cout: int, length: int, k: int, **options: Any) -> Shape:
-    return Shape(B, cin, cout, (length,), (k,), **options)
-
-
-def cube(B: int, cin: int, cout: int, side: int, k: int, **options: Any) -> Shape:
-    return Shape(B, cin, cout, (side,) * 3, (k,) * 3, padding=k // 2, **options)
-
-
-GRID = [
-    # residual networks on small images
-    *[square(32, c, c, side, 3) for c, side in ((32, 32), (64, 16), (128, 8), (256, 4))],
-    *[square(32, c, 2 * c, side, 3, stride=2) for c, side in ((32, 32), (64, 16), (128, 8))],
-    *[square(B, 64, 64, 16, 3) for B in (1, 4, 128)],
-    square(256, 16, 16, 32, 3),
-    square(8, 64, 64, 56, 3),
-    square(8, 128, 128, 28, 3),
-    square(8, 256, 256, 14, 3),
-    square(4, 512, 512, 7, 3),
-    square(16, 48, 96, 20, 3),
-    square(16, 33, 65, 15, 3),
-    # first layers
-    square(32, 3, 32, 32, 3),
-    square(64, 3, 64, 32, 3),
-    square(16, 3, 64, 64, 7, stride=2),
-    square(256, 1, 16, 28, 8, stride=2),
-    square(256, 1, 32, 28, 3, padding=0),
-    square(128, 1, 6, 28, 5),
-    square(16, 3, 128, 64, 8, stride=8, padding=0),
-    square(8, 3, 192, 96, 16, stride=16, padding=0),
-    square(16, 3, 32, 96, 3, stride=2),
-    # second layers of small networks
-    square(256, 16, 32, 12, 4, stride=2, padding=0),
-    square(256, 32, 64, 26, 3, padding=0),
-    square(128, 6, 16, 14, 5, padding=0),
-    square(64, 8, 16, 14, 5),
-    # other kernels, strides and dilations
-    square(16, 64, 64, 16, 5),
-    square(16, 32, 32, 24, 7),
-    square(16, 32, 64, 33, 3, stride=3),
-    square(16, 64, 64, 24, 5, stride=2),
-    square(16, 32, 32, 32, 3, dilation=2),
-    square(8, 64, 64, 32, 3, dilation=4),
-    Shape(16, 64, 64, (16, 16), (1, 7), padding=0),
-    Shape(16, 64, 64, (16, 16), (7, 1), padding=0),
-    # few groups
-    *[square(32, 64, 64, 16, 3, groups=groups) for groups in (2, 4, 8, 16, 32)],
-    square(8, 128, 128, 28, 3, groups=32),
-    square(8, 256, 256, 14, 3, groups=32, stride=2),
-    square(32, 48, 48, 16, 3, groups=12),
-    # one channel per group
-    depthwise(64, 64, 16, 3),
-    depthwise(64, 64, 16, 3, stride=2),
-    depthwise(64, 64, 16, 5),
-    depthwise(16, 96, 28, 5, stride=2),
-    depthwise(8, 96, 56, 7),
-    depthwise(8, 384, 14, 7),
-    depthwise(16, 64, 28, 3, dilation=2),
-    depthwise(32, 64, 16, 3, dtype=torch.float64),
-    square(32, 32, 64, 16, 3, groups=32),
-    # one dim
-    line(32, 64, 64, 256, 5, padding=2),
-    line(32, 32, 64, 128, 3, padding=1, stride=2),
-    line(64, 16, 32, 100, 7),
-    line(16, 1, 64, 4000, 80, stride=4),
-    line(16, 64, 64, 500, 3, padding=4, dilation=4),
-    line(8, 512, 512, 256, 4, padding=3, groups=512),
-    line(8, 144, 144, 400, 31, padding=15, groups=144),
-    line(16, 256, 256, 50, 3, padding=1),
-    # three dims
-    cube(8, 16, 32, 12, 3),
-    cube(8, 1, 16, 20, 3),
-    cube(8, 32, 32, 8, 3),
-    cube(8, 16, 32, 16, 3, stride=2),
-    cube(4, 32, 32, 12, 3, groups=32),
-    # transposed
-    square(32, 64, 32, 8, 4, stride=2, padding=1, transposed=True),
-    square(32, 128, 64, 4, 4, stride=2, padding=1, transposed=True),
-    square(32, 32, 3, 16, 4, stride=2, padding=1, transposed=True),
-    square(16, 64, 64, 16, 3, transposed=True),
-    line(16, 64, 32, 64, 4, stride=2, padding=1, transposed=True),
-    # several images per sample
-    square(8, 32, 32, 16, 3, R=4),
-    square(4, 64, 64, 8, 3, R=16),
-    square(8, 3, 32, 32, 3, R=4),
-    line(8, 32, 32, 64, 3, padding=1, R=8),
-    depthwise(8, 64, 16, 3, R=4),
-    # double precision
-    square(16, 32, 32, 16, 3, dtype=torch.float64),
-    square(16, 64, 128, 16, 3, stride=2, dtype=torch.float64),
-]
 
 
 @dataclass(frozen=True)
@@ -233,7 +79,7 @@ def kernels(shape: Shape) -> Contenders:
 def norms(shape: Shape) -> Contenders:
     """Every sample's norm, in each way that is not out of the question."""
     factor = Convolution(*shape.tensors(), shape.weight_size, shape.geometry)
-    estimated = norm_estimates(*shape.key)
+    estimated = estimates(shape.sizes, "norms")
     most = HOPELESS * min(estimated.values())
     return {
         name: partial(way, factor, Workspace())
@@ -264,10 +110,8 @@ def measure(
 def judge(shape: Shape, of_norms: bool, clock: Callable[[], float], rounds: int, budget: float) -> Row:
     """Times, and the choice."""
     seconds = measure(shape, norms(shape) if of_norms else kernels(shape), clock, rounds, budget)
-    if of_norms:
-        return Row(shape, seconds, choose_norms(*shape.key), norm_estimates(*shape.key))
-    choice = explain_choice(*shape.key)
-    return Row(shape, seconds, choice.kernel, choice.milliseconds)
+    choice = explain_choice(shape.sizes, "norms" if of_norms else "gradients")
+    return Row(shape, seconds, choice.way, choice.milliseconds)
 
 
 def _assert_equal(shape: Shape, results: Mapping[str, Tensor]) -> None:
@@ -290,9 +134,60 @@ def summary(rows: Sequence[Row]) -> str:
     )
 
 
+@dataclass(frozen=True)
+class Gain:
+    """How many times as long the best choice takes, by the model, without one way: on average, and where it is most."""
+
+    mean: float
+    most: float
+    shape: Shape
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f} on average, at most {self.most:.2f} ({self.shape.title})"
+
+
+def gains(shapes: Sequence[Shape], cpu: str) -> dict[tuple[str, str], Gain]:
+    """By goal and way: what every kernel gains for gradients and for norms, and every way to norms that needs none."""
+    pairs = [("gradients", kernel) for kernel in KERNEL_COSTS]
+    pairs += [("norms", way) for way in (*KERNEL_COSTS, *NORM_COSTS)]
+    table: dict[tuple[str, str], Gain] = {}
+    with use_costs(cpu):
+        for goal, way in pairs:
+            ratios = [_best_milliseconds(s, goal, without=way) / _best_milliseconds(s, goal) for s in shapes]
+            mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+            most = max(range(len(shapes)), key=ratios.__getitem__)
+            table[goal, way] = Gain(mean, ratios[most], shapes[most])
+    return table
+
+
+def _best_milliseconds(shape: Shape, goal: str, without: str | None = None) -> float:
+    """The least estimate for gradients or norms, where one kernel or one way to norms is not there."""
+    kernels = estimates(shape.sizes)
+    best_kernel = min(time for kernel, time in kernels.items() if kernel != without)
+    if goal == "gradients":
+        return best_kernel
+    ways = {**estimates(shape.sizes, "norms")}
+    ways["stack"] += best_kernel - min(kernels.values())
+    return min(time for way, time in ways.items() if way != without)
+
+
+def show_gains() -> None:
+    """Print what every way gains on both kinds of CPU, on the grid and on random shapes."""
+    chance = random.Random(0)
+    drawn = [shape for shape in (draw(chance) for _ in range(1200)) if is_useful(shape)]
+    for cpu in RATES:
+        for name, shapes in (("the grid", GRID), (f"{len(drawn)} random shapes", drawn)):
+            print(f"{cpu}, {name}: times as long without")
+            for (goal, way), gain in gains(shapes, cpu).items():
+                print(f"  {goal:<9} {way:<9} {gain}")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print a row as soon as it is known, and write the JSON at the end."""
     args = _arguments(argv)
+    if args.gains:
+        show_gains()
+        return 0
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     clock = CLOCKS[args.clock or ("thread" if args.threads == 1 else "wall")]
@@ -311,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _columns(of_norms: bool) -> list[str]:
-    return list(Convolution.NORMS if of_norms else KERNEL_TERMS)
+    return list(Convolution.NORMS if of_norms else KERNEL_COSTS)
 
 
 def _line(row: Row, of_norms: bool) -> str:
@@ -324,6 +219,7 @@ def _line(row: Row, of_norms: bool) -> str:
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.convolutions", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--gains", action="store_true", help="what each way is worth by the model, without measuring")
     parser.add_argument("--norms", action="store_true", help="compare ways to norms instead of kernels")
     parser.add_argument("--quick", action="store_true", help="three rounds: less than a minute")
     parser.add_argument("--threads", type=int, default=1)

@@ -1,86 +1,55 @@
-"""Fit the costs of the convolution kernels to this machine, and print the table for `kernels/conv_costs.py`.
+"""Fit the rates of the convolution ways to this machine: what `kernels/convolution/rates.json` has for a kind of CPU.
 
-    python -m benchmarks.fit_convolutions [--shapes N] [--threads N] [--seed N]
+    python -m benchmarks.fit_convolutions [--shapes N] [--threads N] [--seed N] [--into PATH]
 
-Shapes are drawn at random, from what networks use. Each kernel's counts are fitted to its times by non-negative least
-squares of relative errors. How good the choices are then is for `benchmarks.convolutions` to say, on shapes of its own.
+Shapes are drawn at random, from what networks use. The counts of each variant of a way are fitted to its times by
+non-negative least squares of relative errors. The result is printed in the format of that file, or written into such a
+file, where variants that no shape took keep the rates they had. How good the choices are then is for
+`benchmarks.convolutions` to say, on shapes of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
-from math import inf, prod
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from scipy.optimize import nnls
 
-from persample.kernels.conv_costs import TERMS
-from persample.kernels.conv_select import counts_of
 from persample.kernels.convolution import weight_summed
+from persample.kernels.convolution.costs import FORMULAS
 
-from .convolutions import CLOCKS, GRID, Contenders, Shape, kernels, measure, norms
+from .convolution_shapes import Shape, draw, is_useful
+from .convolutions import CLOCKS, Contenders, kernels, measure, norms
 
-_MOST_PRODUCTS, _MOST_PATCHES = 1.5e9, 3e7  # in a shape: what takes much longer is no different
+CPU = torch.backends.cpu.get_cpu_capability()
 Sample = tuple[Mapping[str, float], float]  # counts, and nanoseconds
-
-
-def draw(chance: random.Random) -> Shape:
-    """A convolution of any kind, but of those that are common more often."""
-    n = chance.choice([1, 2, 2, 2, 2, 3])
-    groups = chance.choice([1, 1, 1, 1, 2, 4, 8, 16, 32, 64])
-    d = 1 if groups > 16 else chance.choice([1, 3, 4, 6, 8, 16, 24, 32, 64, 128, 256] if groups == 1 else [2, 4, 8, 16])
-    p = chance.choice([d, d, 2 * d, 4 * d]) if d > 3 or groups > 1 else chance.choice([6, 16, 32, 64])
-    kernel = chance.choice([2, 3, 3, 3, 3, 4, 5, 7] if n < 3 else [2, 3, 3])
-    side = chance.choice({1: [50, 100, 256, 500], 2: [4, 7, 8, 12, 16, 24, 28, 32, 56], 3: [6, 8, 12, 16]}[n])
-    return Shape(
-        B=chance.choice([1, 4, 8, 16, 32, 64, 128, 256]),
-        cin=groups * d,
-        cout=groups * p,
-        size=(side,) * n,
-        kernel=(kernel,) * n,
-        stride=chance.choice([1, 1, 1, 2, 2, 3]),
-        padding=chance.choice([0, kernel // 2]),
-        dilation=chance.choice([1, 1, 1, 1, 1, 2]),
-        groups=groups,
-        transposed=chance.random() < 0.1,
-        R=chance.choice([1, 1, 1, 1, 1, 4]),
-        dtype=chance.choice([torch.float32] * 7 + [torch.float64]),
-    )
-
-
-def is_useful(shape: Shape) -> bool:
-    """Neither impossible nor too large, and not one of those that choices are judged by."""
-    reach = shape.dilation * (shape.kernel[0] - 1) + 1
-    if shape in GRID or reach > shape.size[0] + 2 * shape.padding:
-        return False
-    places = shape.B * shape.R * prod(shape.size if shape.transposed else shape.out_size)
-    patches = places * (shape.cout if shape.transposed else shape.cin) * prod(shape.kernel)
-    return 0 < patches < _MOST_PATCHES and places * prod(shape.weight_size) < _MOST_PRODUCTS
+Rates = dict[str, dict[str, float]]  # by variant and by what is counted
 
 
 def measured(count: int, seed: int, clock: str) -> dict[str, list[Sample]]:
-    """Counts and times of ``count`` shapes, by the ways that kernels take."""
-    chance, found = random.Random(seed), defaultdict[str, list[Sample]](list)
+    """Counts and times of ``count`` shapes, by the variants of ways that they take."""
+    chance, samples = random.Random(seed), defaultdict[str, list[Sample]](list)
     for done in range(count):
         shape = draw(chance)
         while not is_useful(shape):
             shape = draw(chance)
-        counts = counts_of(*shape.key)
-        assert counts is not None
         for contenders in (kernels(shape), norms(shape), summed(shape)):
-            for what, seconds in measure(shape, contenders, CLOCKS[clock], rounds=12, budget=0.25).items():
-                if what in TERMS:  # but for "stack", which is one of the kernels
-                    way, terms = TERMS[what](counts)
-                    found[way].append((terms, 1e9 * seconds))
+            for way, seconds in measure(shape, contenders, CLOCKS[clock], rounds=12, budget=0.25).items():
+                if way in FORMULAS:  # but for "stack", which is one of the kernels
+                    variant, counts = FORMULAS[way](shape.sizes, CPU)
+                    samples[variant].append((counts, 1e9 * seconds))
         if sys.stderr.isatty():
             print(f"\r{done + 1} of {count} shapes", end="", file=sys.stderr, flush=True)
-    return found
+    return samples
 
 
 def summed(shape: Shape) -> Contenders:
@@ -91,34 +60,58 @@ def summed(shape: Shape) -> Contenders:
 def fit(samples: Sequence[Sample]) -> dict[str, float]:
     """Nanoseconds for each count: relative errors are least, and those that are too large to be typical weigh less."""
     names = list(samples[0][0])
-    counts = np.array([[terms[name] for name in names] for terms, _ in samples])
+    counts = np.array([[each[name] for name in names] for each, _ in samples])
     rows = counts / np.array([[time] for _, time in samples])
-    weights, found = np.ones(len(rows)), np.zeros(len(names))
+    weights, rates = np.ones(len(rows)), np.zeros(len(names))
     for _ in range(5):
-        found = nnls(rows * weights[:, None], weights)[0]
-        off = np.abs(rows @ found - 1)
+        rates = nnls(rows * weights[:, None], weights)[0]
+        off = np.abs(rows @ rates - 1)
         weights = 1 / np.sqrt(np.maximum(off, 0.1))
-    return {name: float(f"{value:.2g}") for name, value in zip(names, found, strict=True)}
+    return {name: float(f"{value:.2g}") for name, value in zip(names, rates, strict=True)}
+
+
+def typical_error(samples: Sequence[Sample], rates: Mapping[str, float]) -> float:
+    """The relative error that half of the estimates stay within."""
+    errors = [abs(sum(rates[name] * n for name, n in counts.items()) / time - 1) for counts, time in samples]
+    return sorted(errors)[len(errors) // 2]
+
+
+def merged(file: Mapping[str, Any], about: str, rates: Rates) -> dict[str, Any]:
+    """The file's contents with these rates for this kind of CPU, in place of those that it had."""
+    before = file.get(CPU, {}).get("nanoseconds", {})
+    return {**file, CPU: {"about": about, "nanoseconds": {**before, **rates}}}
+
+
+def as_text(file: Mapping[str, Any]) -> str:
+    """As JSON, one line for each variant."""
+    tables = []
+    for cpu, table in file.items():
+        rows = ",\n".join(f"   {json.dumps(variant)}: {json.dumps(r)}" for variant, r in table["nanoseconds"].items())
+        about = f'  "about": {json.dumps(table["about"])}'
+        tables.append(f' {json.dumps(cpu)}: {{\n{about},\n  "nanoseconds": {{\n{rows}\n  }}\n }}')
+    return "{\n" + ",\n".join(tables) + "\n}\n"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, fit and print."""
+    """Measure, fit, and print or write."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fit_convolutions", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--shapes", type=int, default=400)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--into", type=Path, metavar="PATH", help="a file of rates, in which this CPU's are replaced")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
-    found = measured(args.shapes, args.seed, "thread" if args.threads == 1 else "wall")
-    print(
-        f"# {torch.backends.cpu.get_cpu_capability()}, {args.threads} threads, {args.shapes} shapes, seed {args.seed}"
-    )
-    for way, samples in found.items():
-        each = fit(samples)
-        errors = [abs(sum(each[name] * n for name, n in terms.items()) / time - 1) for terms, time in samples]
-        middle = sorted(errors)[len(errors) // 2] if errors else inf
-        print(f"    {way!r}: {each},  # {len(samples)} shapes, half within {middle:.0%}".replace("'", '"'))
+    samples = measured(args.shapes, args.seed, "thread" if args.threads == 1 else "wall")
+    rates = {variant: fit(each) for variant, each in samples.items()}
+    for variant, each in samples.items():
+        error = typical_error(each, rates[variant])
+        print(f"{variant}: {len(each)} shapes, half within {error:.0%}", file=sys.stderr)
+    about = f"{args.threads} threads, {args.shapes} shapes, seed {args.seed}"
+    if args.into is None:
+        print(as_text(merged({}, about, rates)), end="")
+    else:
+        args.into.write_text(as_text(merged(json.loads(args.into.read_text()), about, rates)))
     return 0
 
 

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from benchmarks import convolutions
-from benchmarks.convolutions import GRID, Row, Shape, measure, square, summary
+from benchmarks.convolution_shapes import GRID, Shape, square
+from benchmarks.convolutions import Row, gains, measure, summary
+from persample.kernels.convolution import explain_choice, use_costs
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +32,7 @@ def test_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str], monk
     assert [row["shape"] for row in written["rows"]] == ["B2 3>4 6x6 k3x3", "B2 4>4 6x6 k3x3 s2 G4"]
     for row in written["rows"]:
         more = {"forward"} if "G4" in row["shape"] else set()
-        assert set(row["ms"]) == set(row["estimated_ms"]) == {"library", "unfold", "shifted"} | more
+        assert set(row["ms"]) == set(row["estimated_ms"]) == {"library", "unfold"} | more
         assert row["ms"][row["best"]] == min(row["ms"].values())
         assert row["ratio"] == pytest.approx(row["ms"][row["chosen"]] / row["ms"][row["best"]])
     assert re.search(r"^B2 3>4 6x6 k3x3 +\d+\.\d\d", printed, re.MULTILINE)
@@ -41,10 +43,28 @@ def test_table_of_norms(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     monkeypatch.setattr(convolutions, "GRID", [square(2, 8, 4, 6, 3), square(2, 1, 4, 6, 3)])
     assert convolutions.main(["--norms", "--quick", "--threads", "1"]) == 0
     head, first, second, end = capsys.readouterr().out.splitlines()
-    assert head.split()[1:5] == ["stack", "positions", "patches", "pixels"]
+    assert head.split()[1:4] == ["stack", "patches", "pixels"]
     assert re.match(r"B2 8>4 6x6 k3x3 +\d+\.\d\d +\d+\.\d\d", first)
     assert re.match(r"B2 1>4 6x6 k3x3 ", second)
     assert "of 2 choices within 15%" in end
+
+
+def test_gains_by_the_model(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A way gains nothing where another one is chosen, and as much as the next best costs where it is."""
+    shape = square(8, 96, 96, 56, 7, groups=96)
+    with use_costs("AVX512"):
+        choice = explain_choice(shape.sizes)
+    table = gains([shape], "AVX512")
+    first, second = sorted(choice.milliseconds.values())[:2]
+    for kernel in choice.milliseconds:
+        assert table["gradients", kernel].most == pytest.approx(second / first if kernel == choice.way else 1.0)
+    assert table["norms", "pixels"].mean == 1.0
+    monkeypatch.setattr(convolutions, "GRID", [shape])
+    monkeypatch.setattr(convolutions, "draw", lambda chance: square(2, 3, 4, chance.randint(5, 9), 3))
+    assert convolutions.main(["--gains"]) == 0
+    assert re.search(
+        r"gradients forward +\d\.\d+ on average, at most \d\.\d+ \(B8 96>96 56x56", capsys.readouterr().out
+    )
 
 
 def test_summary() -> None:
@@ -62,7 +82,7 @@ def test_summary() -> None:
 def test_wrong_kernels_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = convolutions.weight_per_sample
     shape = square(2, 3, 4, 6, 3)
-    answers = {"library": 1.0, "unfold": 2.0, "shifted": 1.0}
+    answers = {"library": 1.0, "unfold": 2.0}
     monkeypatch.setattr(
         convolutions, "weight_per_sample", lambda *args, kernel, **kw: plain(*args, **kw) * answers[kernel]
     )

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import random
-from dataclasses import replace
+from importlib.resources import files
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import fit_convolutions
-from benchmarks.convolutions import GRID, square
-from benchmarks.fit_convolutions import draw, fit, is_useful
-from persample.kernels.conv_costs import TERMS
-from persample.kernels.conv_rates import RATES
-from persample.kernels.conv_select import counts_of
+from benchmarks.convolution_shapes import GRID, draw, is_useful, square
+from benchmarks.fit_convolutions import as_text, fit, merged
+from persample.kernels.convolution.costs import FORMULAS, RATES
 
 
 def test_costs_are_found_again() -> None:
@@ -39,22 +39,55 @@ def test_drawn_shapes_are_of_every_kind_and_not_those_of_the_test() -> None:
     assert not is_useful(square(1, 8, 8, 2, 7, padding=0))
 
 
-def test_every_way_of_every_kernel_has_a_price() -> None:
+def test_every_variant_of_every_way_has_rates() -> None:
     chance = random.Random(1)
     for _ in range(600):
         shape = draw(chance)
-        counts = counts_of(*shape.key) if is_useful(shape) else None
-        for terms, table in product(TERMS.values(), RATES) if counts is not None else ():
-            way, found = terms(replace(counts, table=table))
-            assert set(found) == set(RATES[table][way])
-            assert all(count >= 0 for count in found.values())
+        for formula, cpu in product(FORMULAS.values(), RATES) if is_useful(shape) else ():
+            variant, counts = formula(shape.sizes, cpu)
+            assert set(counts) == set(RATES[cpu][variant])
+            assert all(count >= 0 for count in counts.values())
 
 
-def test_a_table_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    threads = torch.get_num_threads()
+def test_no_rates_without_a_variant() -> None:
+    """What a way that was removed has left behind."""
+    chance, variants = random.Random(0), set()
+    for shape in (draw(chance) for _ in range(3000)):
+        if is_useful(shape):
+            variants |= {formula(shape.sizes, cpu)[0] for formula in FORMULAS.values() for cpu in RATES}
+    assert [set(rates) for rates in RATES.values()] == [variants] * len(RATES)
+
+
+def rates_file() -> Path:
+    return Path(str(files("persample.kernels.convolution").joinpath("rates.json")))
+
+
+def test_the_file_of_rates_is_as_a_fit_writes_it() -> None:
+    text = rates_file().read_text()
+    assert as_text(json.loads(text)) == text
+
+
+def test_a_fit_replaces_the_rates_of_its_cpu_alone() -> None:
+    others = {"about": "another one", "nanoseconds": {"unfold": {"call": 3.0}}}
+    mine = {"about": "before", "nanoseconds": {"unfold": {"call": 1.0}, "pixel gram": {"call": 2.0}}}
+    file = merged({"OTHER": others, fit_convolutions.CPU: mine}, "now", {"unfold": {"call": 7.0}})
+    kept = {"about": "now", "nanoseconds": {"unfold": {"call": 7.0}, "pixel gram": {"call": 2.0}}}
+    assert file == {"OTHER": others, fit_convolutions.CPU: kept}
+
+
+@pytest.mark.parametrize("into", [False, True])
+def test_a_table_is_written(
+    into: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, path = torch.get_num_threads(), tmp_path / "rates.json"
+    path.write_text(rates_file().read_text())
     monkeypatch.setattr(fit_convolutions, "draw", lambda chance: square(2, 3, 4, chance.randint(5, 9), 3))
     try:
-        assert fit_convolutions.main(["--shapes", "3", "--threads", "1"]) == 0
+        assert fit_convolutions.main(["--shapes", "3", "--threads", "1", *(["--into", str(path)] if into else [])]) == 0
     finally:
         torch.set_num_threads(threads)
-    assert '"unfold": {"patches":' in capsys.readouterr().out
+    printed = capsys.readouterr()
+    table = json.loads(path.read_text() if into else printed.out)[fit_convolutions.CPU]
+    assert table["about"] == "1 threads, 3 shapes, seed 0"
+    assert set(table["nanoseconds"]["unfold"]) == set(RATES["AVX2"]["unfold"])
+    assert "unfold: 3 shapes, half within" in printed.err

@@ -161,12 +161,12 @@ MOVES: dict[str, tuple[Move, Shape, Shape, Callable[[Tensor], Tensor]]] = {
 }
 
 # Small images and many channels: norms are cheaper from Gram matrices than from the gradients.
-GRAM_CONVOLUTIONS = {
-    "plain": case((3, 2), (3, 3), padding=1, d=16, p=24),
-    "groups": case((2, 2), (2, 2), padding=1, stride=2, groups=2, d=24, p=24),
-    "dilation": case((4, 4), (2, 2), dilation=2, d=24, p=24),
-    "transposed": case((2, 1), (3, 3), stride=2, padding=1, output_padding=1, d=24, p=20),
-    "transposed-groups": case((2, 2), (2, 2), output_padding=0, groups=3, d=24, p=24),
+GRAM_CONVOLUTIONS = {  # large weights and few positions: norms come from Gram matrices
+    "plain": case((3, 2), (3, 3), padding=1, d=96, p=96),
+    "groups": case((2, 2), (2, 2), padding=1, stride=2, groups=2, d=104, p=104),
+    "dilation": case((4, 4), (2, 2), dilation=2, d=144, p=144),
+    "transposed": case((2, 1), (3, 3), stride=2, padding=1, output_padding=1, d=96, p=96),
+    "transposed-groups": case((2, 2), (2, 2), output_padding=0, groups=3, d=84, p=84),
 }
 
 TABLE = (200, 12)  # with a few positions, a tied table's norms come from products

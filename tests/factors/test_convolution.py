@@ -11,9 +11,7 @@ from torch import Tensor
 
 from persample.factors import Convolution, Workspace
 from persample.factors import convolution as module
-from persample.kernels import conv_gram
-from persample.kernels.conv_gram import pixel_gram_norms
-from persample.kernels.convolution import choose_norms, use_kernel
+from persample.kernels.convolution import choose, pixel_gram, pixel_gram_norms, use_kernel
 from tests.kernels.conv_cases import CASES, Case, case
 
 WIDE = case((8, 8), (3, 3), padding=1, d=32, p=32)
@@ -32,7 +30,7 @@ def norms_of(stack: Tensor) -> Tensor:
 @pytest.mark.parametrize("c", CASES.values(), ids=CASES)
 def test_pixel_gram_norms(c: Case, images: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In blocks of any size, every geometry."""
-    monkeypatch.setattr(conv_gram, "ROWS", rows)
+    monkeypatch.setattr(pixel_gram, "ROWS", rows)
     x, dy = c.tensors(3, images)
     norms, holds = pixel_gram_norms(x, dy, c.weight_size, c.geometry, x.dtype)
     assert bool(holds.all())
@@ -63,7 +61,7 @@ def test_samples(samples: int) -> None:
     [
         (case((32, 32), (3, 3), padding=1, d=32, p=32), "stack"),
         (case((16, 16), (3, 3), padding=1, groups=64, d=1, p=1), "stack"),
-        (case((12, 12), (4, 4), stride=2, d=24, p=32), "positions"),
+        (case((12, 12), (4, 4), stride=2, d=24, p=32), "stack"),
         (case((8, 8), (3, 3), padding=1, d=128, p=128), "pixels"),
         (case((4, 4), (3, 3), padding=1, d=256, p=256), "pixels"),
         (case((12, 12), (3, 3), padding=1, stride=2, d=128, p=256), "patches"),
@@ -83,12 +81,12 @@ def test_the_cheapest_way_is_taken(c: Case, way: str, monkeypatch: pytest.Monkey
 
 def test_a_preferred_kernel_writes_the_gradients_whose_norms_are_taken() -> None:
     c = case((4, 4), (3, 3), padding=1, d=256, p=256)
-    key = factor_of(c, *c.tensors(64, 1, torch.float32))._key
-    assert choose_norms(*key) == "pixels"
+    sizes = factor_of(c, *c.tensors(64, 1, torch.float32))._sizes
+    assert choose(sizes, "norms") == "pixels"
     with use_kernel("unfold"):
-        assert choose_norms(*key) == "stack"
+        assert choose(sizes, "norms") == "stack"
     with use_kernel("pointwise"):  # which cannot do it
-        assert choose_norms(*key) == "pixels"
+        assert choose(sizes, "norms") == "pixels"
 
 
 @pytest.mark.parametrize("way", ["patches", "pixels"])
@@ -127,8 +125,7 @@ def test_samples_that_are_not_finite(value: float, way: str) -> None:
 def test_half_precision_is_widened(dtype: torch.dtype, way: str) -> None:
     x, dy = WIDE.tensors(3, 1, dtype)
     norms = Convolution.NORMS[way](factor_of(WIDE, x, dy), Workspace())
-    rounded = way in ("stack", "positions")
-    torch.testing.assert_close(norms, norms_of(WIDE.reference(x, dy)), rtol=2e-2 if rounded else 1e-5, atol=0)
+    torch.testing.assert_close(norms, norms_of(WIDE.reference(x, dy)), rtol=2e-2 if way == "stack" else 1e-5, atol=0)
 
 
 @pytest.mark.parametrize("way", Convolution.NORMS)

@@ -14,18 +14,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from persample.kernels import conv_kernels, conv_select
-from persample.kernels.conv_rates import RATES, table_for
-from persample.kernels.conv_select import Choice, applicable
 from persample.kernels.convolution import (
     KERNELS,
+    Choice,
     Geometry,
+    Sizes,
+    applicable,
+    choice,
     choose,
     explain_choice,
+    patches,
     use_costs,
     use_kernel,
     weight_per_sample,
 )
+from persample.kernels.convolution.costs import RATES, rates_for
 from tests.kernels.conv_cases import CASES, Case, case
 
 EACH_KERNEL = [
@@ -108,14 +111,13 @@ def test_expanded_cotangent(name: str) -> None:
         assert_exact(actual, c.reference(x, ones))
 
 
-@pytest.mark.parametrize("kernel", ["unfold", "shifted"])
 @pytest.mark.parametrize("name", ["2d-pad", "2d-groups-stride", "2d-depthwise", "3d", "1d-crop-beyond-stride"])
-def test_batch_in_several_steps(name: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_in_several_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     c = CASES[name]
-    monkeypatch.setattr(conv_kernels, "CACHE_BYTES", 1)
+    monkeypatch.setattr(patches, "CACHE_BYTES", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     x, dy = c.tensors(5, 2)
-    actual = weight_per_sample(x, dy, c.weight_size, c.geometry, kernel=kernel)
+    actual = weight_per_sample(x, dy, c.weight_size, c.geometry, kernel="unfold")
     assert_exact(actual, c.reference(x, dy))
 
 
@@ -173,7 +175,7 @@ def test_inputs_with_a_graph() -> None:
 def test_kernel_that_cannot() -> None:
     c = CASES["2d-stride-divides"]
     x, dy = c.tensors(2, 1)
-    with pytest.raises(ValueError, match=r"'pointwise' cannot do this; choose from \('library', 'unfold', 'shifted'\)"):
+    with pytest.raises(ValueError, match=r"'pointwise' cannot do this; choose from \('library', 'unfold'\)"):
         weight_per_sample(x, dy, c.weight_size, c.geometry, kernel="pointwise")
 
 
@@ -188,9 +190,9 @@ def test_out_of_another_shape() -> None:
 @pytest.mark.parametrize(
     ("samples", "c", "names"),
     [
-        (32, case((32, 32), (3, 3), padding=1, d=32, p=32), {"library", "shifted"}),
+        (32, case((32, 32), (3, 3), padding=1, d=32, p=32), {"library", "unfold"}),
         (32, case((32, 32), (3, 3), padding=1, stride=2, d=32, p=64), {"library"}),
-        (32, case((8, 8), (3, 3), padding=1, d=128, p=128), {"unfold", "shifted"}),
+        (32, case((8, 8), (3, 3), padding=1, d=128, p=128), {"unfold"}),
         (32, case((4, 4), (3, 3), padding=1, d=256, p=256), {"unfold"}),
         (32, case((16, 16), (3, 3), padding=1, groups=64, d=1, p=1), {"library"}),
         (8, case((56, 56), (7, 7), padding=3, groups=96, d=1, p=1), {"forward"}),
@@ -200,34 +202,34 @@ def test_out_of_another_shape() -> None:
 def test_choice_is_the_measured_one(samples: int, c: Case, names: set[str], table: str) -> None:
     out_size = c.geometry.output_size(c.size, c.kernel)
     with use_costs(table):
-        assert choose(samples, 1, c.weight_size, c.size, out_size, c.geometry) in names
+        assert choose(Sizes(samples, 1, c.weight_size, c.size, out_size, c.geometry)) in names
 
 
-@pytest.mark.parametrize(("table", "names"), [("AVX512", {"library"}), ("AVX2", {"shifted", "unfold"})])
-def test_only_avx512_has_library_code_for_dilated_kernels(table: str, names: set[str]) -> None:
+@pytest.mark.parametrize(("table", "name"), [("AVX512", "library"), ("AVX2", "unfold")])
+def test_only_avx512_has_library_code_for_dilated_kernels(table: str, name: str) -> None:
     c = case((32, 32), (3, 3), padding=2, dilation=2, d=16, p=16)
     with use_costs(table):
-        assert choose(64, 1, c.weight_size, c.size, c.size, c.geometry) in names
+        assert choose(Sizes(64, 1, c.weight_size, c.size, c.size, c.geometry)) == name
 
 
 def explained() -> Choice:
     c = CASES["2d-pad"]
-    return explain_choice(3, 1, c.weight_size, c.size, c.size, c.geometry)
+    return explain_choice(Sizes(3, 1, c.weight_size, c.size, c.size, c.geometry))
 
 
 @pytest.mark.parametrize("cpu", ["DEFAULT", "NO AVX", "SVE256", "something new"])
 def test_a_cpu_that_was_never_measured_is_told_and_taken_for_avx2(cpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with use_costs("AVX2"):
         fitted = explained()
-        monkeypatch.setattr(conv_select, "_CPU", cpu)
-        monkeypatch.setattr(conv_select, "_table", table_for(cpu))
+        monkeypatch.setattr(choice, "_own_cpu", cpu)
+        monkeypatch.setattr(choice, "_cpu", rates_for(cpu))
         found = explained()
-    assert (found.kernel, found.milliseconds) == (fitted.kernel, fitted.milliseconds)
+    assert (found.way, found.milliseconds) == (fitted.way, fitted.milliseconds)
     assert found.costs.startswith(f"AVX2, for want of any fitted to {cpu} (python -m benchmarks.fit_convolutions")
 
 
 def test_costs_of_this_cpu_and_of_another_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conv_select, "_CPU", "AVX2")
+    monkeypatch.setattr(choice, "_own_cpu", "AVX2")
     with use_costs("AVX2"):
         own = explained()
         with use_costs("AVX512"):
@@ -238,14 +240,14 @@ def test_costs_of_this_cpu_and_of_another_are_told_apart(monkeypatch: pytest.Mon
 
 
 def test_the_cpu_is_the_one_that_pytorch_sees() -> None:
-    code = "from persample.kernels import conv_select as s; print(s._CPU, s._table)"
+    code = "from persample.kernels.convolution import choice; print(choice._own_cpu, choice._cpu)"
     for capability in ("default", "avx2"):  # a CPU of another kind has neither, and keeps its own name
         env = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
         ran = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", code], env=env, text=True, capture_output=True, check=True
         )
         cpu, table = ran.stdout.rsplit(maxsplit=1)
-        assert table == table_for(cpu)
+        assert table == rates_for(cpu)
         assert table in RATES
 
 
@@ -259,7 +261,7 @@ def test_a_kernel_can_be_preferred() -> None:
     c, pointwise = case((4, 4), (3, 3), padding=1, d=256, p=256), case((4, 4), (1, 1))
 
     def names() -> list[str]:
-        return [choose(32, 1, each.weight_size, (4, 4), (4, 4), each.geometry) for each in (c, pointwise)]
+        return [choose(Sizes(32, 1, each.weight_size, (4, 4), (4, 4), each.geometry)) for each in (c, pointwise)]
 
     usual = names()
     assert usual == ["unfold", "pointwise"]
@@ -285,11 +287,11 @@ def test_a_preferred_kernel_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_preference_ends_with_an_error() -> None:
     c = CASES["2d-pad"]
-    usual = choose(3, 1, c.weight_size, c.size, c.size, c.geometry)
+    usual = choose(Sizes(3, 1, c.weight_size, c.size, c.size, c.geometry))
     other = next(name for name in applicable(c.weight_size) if name != usual)
     with pytest.raises(RuntimeError, match="stop"), use_kernel(other):
         raise RuntimeError("stop")
-    assert choose(3, 1, c.weight_size, c.size, c.size, c.geometry) == usual
+    assert choose(Sizes(3, 1, c.weight_size, c.size, c.size, c.geometry)) == usual
 
 
 def test_unknown_kernel() -> None:
@@ -301,12 +303,12 @@ def test_unknown_kernel() -> None:
 @pytest.mark.parametrize("samples", [0, 3])
 def test_choice_has_the_least_estimate(c: Case, samples: int) -> None:
     x, dy = c.tensors(samples, 1)
-    choice = explain_choice(samples, 1, c.weight_size, x.shape[3:], dy.shape[3:], c.geometry)
-    assert set(choice.milliseconds) == set(applicable(c.weight_size)) - {"pointwise"}
+    explained = explain_choice(Sizes.of(x, dy, c.weight_size, c.geometry))
+    assert set(explained.milliseconds) == set(applicable(c.weight_size)) - {"pointwise"}
     if math.prod(c.kernel) == 1:
-        assert choice.kernel == "pointwise"
+        assert explained.way == "pointwise"
     else:
-        assert choice.milliseconds[choice.kernel] == min(choice.milliseconds.values())
+        assert explained.milliseconds[explained.way] == min(explained.milliseconds.values())
 
 
 class Copies(TorchDispatchMode):
@@ -328,7 +330,6 @@ def test_channels_last_is_not_copied_for_products() -> None:
     for c, kernel, expected in [
         (pointwise, "pointwise", []),
         (plain, "unfold", ["constant_pad_nd", "copy_"]),
-        (plain, "shifted", ["constant_pad_nd", "copy_"] + 9 * ["copy_"]),
     ]:
         x, dy = map(channels_last, c.tensors(3, 1))
         with Copies() as copies:
@@ -341,8 +342,8 @@ def test_choice_is_the_same_for_the_exchanged_roles() -> None:
     plain = case((28, 28), (4, 4), stride=2, padding=1, d=8, p=16)
     transposed = case((14, 14), (4, 4), stride=2, padding=1, output_padding=0, d=16, p=8)
     assert plain.weight_size == transposed.weight_size
-    there = choose(16, 1, plain.weight_size, (28, 28), (14, 14), plain.geometry)
-    back = choose(16, 1, transposed.weight_size, (14, 14), (28, 28), transposed.geometry)
+    there = choose(Sizes(16, 1, plain.weight_size, (28, 28), (14, 14), plain.geometry))
+    back = choose(Sizes(16, 1, transposed.weight_size, (14, 14), (28, 28), transposed.geometry))
     assert there == back
 
 
@@ -390,11 +391,11 @@ def test_measured_kernels_are_timed_once_and_right() -> None:
     geometry = Geometry((1, 1), (1, 1), (1, 1), transposed=False, output_padding=(0, 0), groups=1)
     x, dy = torch.randn(3, 1, 2, 5, 5).double(), torch.randn(3, 1, 4, 5, 5).double()
     want = weight_per_sample(x, dy, (4, 2, 3, 3), geometry)
-    key = (3, 1, (4, 2, 3, 3), (5, 5), (5, 5), geometry, torch.float64)
+    sizes = Sizes(3, 1, (4, 2, 3, 3), (5, 5), (5, 5), geometry, torch.float64)
     with use_kernel("measured"):
         torch.testing.assert_close(weight_per_sample(x, dy, (4, 2, 3, 3), geometry), want)
-        assert choose(*key) == conv_select._fastest[key]
-        conv_select._fastest[key] = "shifted"  # remembered, not timed again
-        assert explain_choice(*key).kernel == "shifted"
+        assert choose(sizes) == choice._fastest[sizes]
+        choice._fastest[sizes] = other = "unfold" if choose(sizes) == "library" else "library"  # not timed again
+        assert explain_choice(sizes).way == other
         assert weight_per_sample(x[:0], dy[:0], (4, 2, 3, 3), geometry).shape == (0, 4, 2, 3, 3)
-    del conv_select._fastest[key]
+    del choice._fastest[sizes]

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from persample.kernels.conv_geometry import Geometry
-from persample.kernels.library import convolution, group_norm_sums, input_gradient, plain, weight_gradient
+from persample.kernels.geometry import Geometry
+from persample.kernels.library import convolution, group_norm_sums, input_gradient, materialized, weight_gradient
 from tests.forms import forms, numbers, seed
 from tests.forms import plain as copied
 
@@ -56,7 +56,7 @@ def test_forms_do_not_matter(name: str, dtype: torch.dtype) -> None:
 def test_plain(dtype: torch.dtype) -> None:
     for form, make in forms((2, 3, 4), dtype):
         t = make((2, 3, 4), dtype)
-        found = plain(t)
+        found = materialized(t)
         assert found.is_contiguous(), form
         assert not found.is_conj(), form
         assert not found.is_neg(), form

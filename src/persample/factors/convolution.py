@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from math import prod
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ..kernels.conv_gram import pixel_gram_norms
-from ..kernels.conv_kernels import samples_per_step
-from ..kernels.conv_select import Key
 from ..kernels.convolution import (
     Geometry,
+    Sizes,
     as_matrices,
-    choose_norms,
+    choose,
     chosen_kernel,
     convolve,
     keeps_stack,
-    key_of,
+    pixel_gram_norms,
+    samples_per_step,
     weight_per_sample,
     weight_summed,
 )
@@ -33,6 +33,7 @@ from .workspace import Workspace
 
 _SOME_SAMPLES = 32  # for choices that must not depend on how many there are
 _TEMPORARIES = 3  # times a gradient: room for what a kernel writes beside it
+_OUTSIDE_CACHE = 4  # times the cache: what the library may read of inputs and cotangents, which it does once
 
 
 class Convolution(Factor):
@@ -88,42 +89,36 @@ class Convolution(Factor):
         return self.positions * prod(self.size[1:]) * self.geometry.groups
 
     @property
-    def _key(self) -> Key:
+    def _sizes(self) -> Sizes:
         """What choices go by."""
-        return key_of(self.x, self.dy, self.size, self.geometry)
+        return Sizes.of(self.x, self.dy, self.size, self.geometry)
 
     def prefers_stack(self, reused: bool) -> bool:
-        return keeps_stack(*self._key) if reused else choose_norms(*self._key) == "stack"
+        return keeps_stack(self._sizes) if reused else choose(self._sizes, "norms") == "stack"
 
     def _compute_norms(self, space: Workspace) -> Tensor:
-        return self.NORMS[choose_norms(*self._key)](self, space)
+        return self.NORMS[choose(self._sizes, "norms")](self, space)
 
     def _norms_by_stack(self, space: Workspace) -> Tensor:
         """In portions that stay in cache, with what the kernels write on the way."""
-        own = chosen_kernel(self.x, self.dy, self.size, self.geometry) in ("library", "forward")  # with its own memory
-        norms = []
-        for part in self._in_cache(space, _TEMPORARIES * self.numel):
-            out = None if own else space.take((part.batch, *self.shape), self.dtype, self.device)
+        own_memory = chosen_kernel(self.x, self.dy, self.size, self.geometry) in ("library", "forward")
+        temporaries, norms = _TEMPORARIES * self.numel, []
+        for part in self._in_cache(space, temporaries, self._cached_elements if own_memory else temporaries):
+            out = None if own_memory else space.take((part.batch, *self.shape), self.dtype, self.device)
             norms.append(row_norms(part.stack(out)))
         return torch.cat(norms)
 
-    def _norms_by_positions(self, space: Workspace) -> Tensor:
-        """Of gradients with their elements in another order."""
-        patches, norms = self._patches, []
-        for part in self._in_cache(space, max(patches, self.numel)):
-            memory = space.take((part.batch, patches + self.numel), wide(self.dtype), self.device).flatten()
-            left, right = part._matrices(memory)
-            out = memory[right.numel() :].view(len(left), left.shape[2], right.shape[2])
-            torch.bmm(left.mT, right, out=out)
-            norms.append(row_norms(out.view(part.batch, self.numel).to(self.dtype)))  # infinite where that is
-        return torch.cat(norms)
+    @property
+    def _cached_elements(self) -> int:
+        """Elements of a sample to have in cache for the library's kernels: not all, as its calls are dear."""
+        return max(self.numel, (prod(self.x.shape[1:]) + prod(self.dy.shape[1:])) // _OUTSIDE_CACHE)
 
     def _norms_by_patches(self, space: Workspace) -> Tensor:
         groups = self.geometry.groups
         each = self._patches + 2 * groups * self.positions * min(self.positions, ROWS)
         parts = (
             part._matrices(space.take((part.batch, self._patches), wide(self.dtype), self.device))
-            for part in self._in_cache(space, each)
+            for part in self._in_cache(space, each, each)
         )
         return self._norms_by_gram(parts, groups, space)
 
@@ -139,7 +134,6 @@ class Convolution(Factor):
 
     NORMS: ClassVar[Mapping[str, Callable[[Convolution, Workspace], Tensor]]] = {
         "stack": _norms_by_stack,
-        "positions": _norms_by_positions,
         "patches": _norms_by_patches,
         "pixels": _norms_by_pixels,
     }
@@ -158,9 +152,9 @@ class Convolution(Factor):
         for some in space.chunks(self.batch, elements * wide(self.dtype).itemsize):
             yield self if some.stop - some.start == self.batch else self[some]
 
-    def _in_cache(self, space: Workspace, elements: int) -> Iterator[Convolution]:
-        """The same, no more than the cores' caches hold."""
-        most = samples_per_step(elements, self.x)
+    def _in_cache(self, space: Workspace, elements: int, cached: int) -> Iterator[Convolution]:
+        """`_portions` of no more samples than caches hold, if ``cached`` elements of each are to be there."""
+        most = samples_per_step(cached, self.x)
         for part in self._portions(space, elements):
             for start in range(0, part.batch, most):
                 yield part if part.batch <= most else part[start : start + most]
@@ -177,7 +171,7 @@ class Convolution(Factor):
         return roundoff(self.dtype, self.positions) * self.sizes()
 
     def norm_bounds(self, space: Workspace | None = None) -> Tensor:
-        if self.rounds_written or self._way in ("stack", "positions"):
+        if self.rounds_written or self._way == "stack":
             return super().norm_bounds(space)
         self.measure(space or Workspace())
         read, other = (self.dy, self.x) if self.geometry.transposed else (self.x, self.dy)
@@ -194,8 +188,7 @@ class Convolution(Factor):
     @property
     def _way(self) -> str:
         """The way to norms that would be chosen for one batch size, whatever this one's is."""
-        key: Key = (_SOME_SAMPLES, *self._key[1:])
-        return choose_norms(*key)
+        return choose(replace(self._sizes, B=_SOME_SAMPLES), "norms")
 
     def exact(self, unit: Unit, space: Workspace) -> Exact:
         if self.rounds_written:

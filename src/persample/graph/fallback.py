@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ..kernels.library import plain
+from ..kernels.library import materialized
 from .invoke import call, call_each, sum_to
 from .layout import Layout, labels
 from .nodes import is_opaque
@@ -78,7 +78,7 @@ def push_stacked(site: Site, stacks: Sequence[Tensor | None], batch: int, wanted
 
 
 def _vmapped(site: Site, stacks: Sequence[Tensor | None], wanted: Sequence[int]) -> dict[int, Tensor]:
-    live = [plain(s) for s in stacks if s is not None]
+    live = [materialized(s) for s in stacks if s is not None]
 
     def one(*given: Tensor) -> tuple[Tensor, ...]:
         rest = iter(given)

@@ -11,7 +11,7 @@ from torch.autograd.graph import Node
 from torch.utils.checkpoint import CheckpointError
 
 from .._errors import UnsupportedError
-from ..kernels.library import plain
+from ..kernels.library import materialized
 from .layout import Shape
 from .library import unspent
 from .nodes import is_opaque, op_name
@@ -112,7 +112,7 @@ def _at_the_start(g: Tensor) -> Tensor:
     """
     if g.layout != torch.strided:
         return g
-    g = plain(g)
+    g = materialized(g)
     return g.clone() if g.storage_offset() else g
 
 

@@ -1,1 +1,11 @@
-"""Pure tensor functions that know neither graph nor modules."""
+"""Pure tensor functions that know neither graph nor modules.
+
+convolution/      weight gradients of convolutions for each sample, and their norms
+geometry.py       the options of a convolution in one record
+gram.py           norms of sums of outer products from Gram matrices
+norms.py          Euclidean norms that neither overflow, underflow nor drift
+recurrence.py     the cotangents inside one LSTM layer
+cross_entropy.py  the gradient of cross entropy at logits that were not kept
+library.py        PyTorch's own kernels, called below autograd
+pages.py          large blocks of memory that are cheap to touch
+"""

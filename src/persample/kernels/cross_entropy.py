@@ -1,4 +1,4 @@
-"""The gradient of cross entropy at its logits, where these are the results of a linear layer that nobody has kept."""
+"""The gradient of cross entropy at its logits, where these come from a linear layer and were not kept."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def logit_gradients(
     ignored: int,
     g: Tensor,
 ) -> Tensor:
-    """(N, V): g[n] · w[y] · (softmax(x[n] weightᵀ + bias) - e_y) for y = target[n], and 0 where that is ``ignored``.
+    """(N, V): g[n] · w[y] · (softmax(x[n] weightᵀ + bias) - e_y) for y = target[n], and 0 where y is ``ignored``.
 
     Computed in float32 or wider from x (N, d), weight (V, d) and bias (V,), for cotangents g (N,) of the losses.
 
@@ -29,14 +29,14 @@ def logit_gradients(
             [-2.,  2.]])
     """
     dtype = wide(x.dtype)
-    found = x.to(dtype) @ weight.to(dtype).t()
+    logits = x.to(dtype) @ weight.to(dtype).t()
     if bias is not None:
-        found += bias.to(dtype)
-    if len(found):
-        found.sub_(found.amax(1, keepdim=True)).exp_()  # in place, as this is large
-    found.div_(found.sum(1, keepdim=True))
+        logits += bias.to(dtype)
+    if len(logits):
+        logits.sub_(logits.amax(1, keepdim=True)).exp_()  # in place from here on, as this is large
+    softmax = logits.div_(logits.sum(1, keepdim=True))
     skipped = target == ignored
     y = target.masked_fill(skipped, 0)
-    found.scatter_add_(1, y.unsqueeze(1), found.new_full((len(y), 1), -1.0))
+    gradients = softmax.scatter_add_(1, y.unsqueeze(1), softmax.new_full((len(y), 1), -1.0))
     scale = g.to(dtype) if class_weight is None else g.to(dtype) * class_weight.to(dtype)[y]
-    return found.mul_(scale.masked_fill(skipped, 0).unsqueeze(1))
+    return gradients.mul_(scale.masked_fill(skipped, 0).unsqueeze(1))

@@ -2,9 +2,9 @@
 
     ‖Σ_t l_t ⊗ r_t‖² = Σ_tu (l_t · l_u)(r_t · r_u)
 
-costs T²(p + d) multiplications where writing the gradient out costs T·p·d. The terms may cancel; then so do the
-digits. Rounding is at most about ε (Σ_t ‖l_t‖‖r_t‖)², which the diagonals give for nothing, so it is known for which
-samples the digits are not certain: those are for the caller to compute in the plain way.
+costs T²(p + d) multiplications where writing the gradient out costs T·p·d. The terms may cancel, and digits are lost
+with them. The rounding error is at most about ε (Σ_t ‖l_t‖‖r_t‖)², which the diagonals give at no extra cost. So it is
+known which samples' norms cannot be trusted: the caller computes these from gradients that are written out.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from .norms import widest
 __all__ = ["BLOCK", "ROWS", "gram_norms", "summed", "terms_in", "trusted_norms"]
 
 BLOCK = 64  # rows of a Gram matrix at a time; what lies below its diagonal blocks is not computed
-ROWS = 128  # the same for pixels, in whole lines
-_LONG, _RUN = 512, 256  # products that are added up in one run, and how long runs of more are
-_REMEMBERED = 256  # rows at most of a Gram matrix that is kept
-_TRUST = {torch.float32: 1e-3, torch.float64: 1e-6}  # of the terms' size must be left: then 4 and 9 digits are right
+ROWS = 128  # rows at a time of a Gram matrix of pixels, which is computed in whole lines of an image
+_LONG, _RUN = 512, 256  # longer sums than the first are added up in runs of the second, and these in float64
+_MOST_KEPT = 256  # rows of the largest Gram matrix that is kept for the next call
+_TRUST = {torch.float32: 1e-3, torch.float64: 1e-6}  # share of the terms' size that is left: 4 and 9 digits are right
 
 
 def gram_norms(
     left: Tensor, right: Tensor, dtype: torch.dtype, memo: dict[str, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """For left (N, T, p) and right (N, T, d): norms (N,), and which of them hold for gradients of the given dtype.
+    """For left (N, T, p) and right (N, T, d): norms (N,), and which can be trusted for gradients of the given dtype.
 
-    ``memo`` is for calls with the same ``left``.
+    Calls with the same ``left`` may share a ``memo``, which keeps its Gram matrices.
     """
     T = left.shape[1]
-    blocks = [_block(left, right, start, memo if T <= _REMEMBERED else None) for start in range(0, T, BLOCK)]
+    blocks = [_block(left, right, start, memo if T <= _MOST_KEPT else None) for start in range(0, T, BLOCK)]
     squares, size, floored = blocks[0] if len(blocks) == 1 else torch.stack(blocks).sum(0)
-    norms, holds = trusted_norms(squares, size.square(), left.dtype, dtype)
-    holds &= floored - size <= _TRUST[left.dtype] * norms
-    if not bool(holds.all()):  # perhaps because there is nothing but zeros
-        doubtful = (~holds).nonzero().squeeze(1)
-        a, b = left[doubtful].flatten(1), right[doubtful].flatten(1)
+    norms, trusted = trusted_norms(squares, size.square(), left.dtype, dtype)
+    trusted &= floored - size <= _TRUST[left.dtype] * norms
+    if not bool(trusted.all()):  # perhaps because there is nothing but zeros
+        untrusted = (~trusted).nonzero().squeeze(1)
+        a, b = left[untrusted].flatten(1), right[untrusted].flatten(1)
         zero = (~a.any(1) & b.isfinite().all(1)) | (~b.any(1) & a.isfinite().all(1))
-        holds[doubtful] = zero
-        norms[doubtful[zero]] = 0
-    return norms, holds
+        trusted[untrusted] = zero
+        norms[untrusted[zero]] = 0
+    return norms, trusted
 
 
 def _block(left: Tensor, right: Tensor, start: int, memo: dict[str, Tensor] | None) -> Tensor:
-    """(3, N) in float64, of some rows: Σ_tu (l_t · l_u)(r_t · r_u), and the terms' size as it is and at least is.
+    """(3, N) in float64, for a block of rows: Σ_tu (l_t · l_u)(r_t · r_u), the terms' size, and a bound of that size.
 
-    The size is Σ_t ‖l_t‖‖r_t‖; of squares that are so small that digits are lost, only a bound is known.
+    The size is Σ_t ‖l_t‖‖r_t‖. In the bound, squares so small that digits are lost count as the least that has none.
     """
     least = torch.finfo(left.dtype).tiny / torch.finfo(left.dtype).eps
     a, b = _inner_products(left, start, memo), _inner_products(right, start, None)
@@ -55,30 +55,30 @@ def _block(left: Tensor, right: Tensor, start: int, memo: dict[str, Tensor] | No
     own = torch.stack([a.diagonal(0, 1, 2), b.diagonal(0, 1, 2)])
     sizes = torch.stack([own, own.clamp(min=least)]).sqrt_().prod(1).sum(2)
     products = b.mul_(a)
-    found = torch.cat([summed(products[..., :rows]).unsqueeze(0), sizes.to(widest(left.device))])
-    if products.shape[2] > rows:
-        found[0] += 2 * summed(products[..., rows:])
-    return found
+    sums = torch.cat([summed(products[..., :rows]).unsqueeze(0), sizes.to(widest(left.device))])
+    if products.shape[2] > rows:  # what lies right of the diagonal block stands for what lies below it, too
+        sums[0] += 2 * summed(products[..., rows:])
+    return sums
 
 
 def summed(products: Tensor) -> Tensor:
-    """(N, t, u) -> (N,), in float64."""
+    """(N, t, u) -> (N,): all elements of each matrix, added up in float64."""
     return products.sum((1, 2), dtype=widest(products.device))
 
 
 def _inner_products(side: Tensor, start: int, memo: dict[str, Tensor] | None) -> Tensor:
-    """Some rows of the Gram matrices, from the diagonal on."""
+    """A block of rows of the Gram matrices, from the diagonal on."""
     key = f"gram {start}"
-    found = memo.get(key) if memo else None
-    if found is None:
-        found = _in_runs(side[:, start : start + BLOCK], side[:, start:].mT)
+    block = memo.get(key) if memo else None
+    if block is None:
+        block = _multiplied(side[:, start : start + BLOCK], side[:, start:].mT)
         if memo is not None:
-            memo[key] = found
-    return found
+            memo[key] = block
+    return block
 
 
-def _in_runs(rows: Tensor, columns: Tensor) -> Tensor:
-    """Their products; long sums in short runs, and these in float64, so that little is rounded."""
+def _multiplied(rows: Tensor, columns: Tensor) -> Tensor:
+    """rows @ columns; long sums are added up in short runs, and these in float64, so that little is rounded."""
     size = rows.shape[2]
     if terms_in(size) == size or rows.dtype == widest(rows.device):
         return torch.bmm(rows, columns)
@@ -89,13 +89,16 @@ def _in_runs(rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def terms_in(size: int) -> int:
-    """How many products of so many are added up before float64 takes over."""
+    """How many of a sum's ``size`` products are added up before float64 takes over."""
     return size if size <= _LONG else _RUN
 
 
 def trusted_norms(squares: Tensor, size: Tensor, computed: torch.dtype, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The norms, and which of them hold: not those whose terms cancelled, vanished or may overflow."""
+    """The norms, and which can be trusted: not those whose terms cancelled, vanished or may overflow.
+
+    ``size`` bounds ``squares`` if no terms cancel; ``computed`` is the dtype of the products, ``dtype`` the gradients'.
+    """
     info, largest = torch.finfo(computed), torch.finfo(dtype).max
     most = min(info.max, largest * largest)
-    holds = (squares >= _TRUST[computed] * size) & (squares > info.tiny / info.eps) & (size < most)
-    return squares.clamp(min=0).sqrt(), holds
+    trusted = (squares >= _TRUST[computed] * size) & (squares > info.tiny / info.eps) & (size < most)
+    return squares.clamp(min=0).sqrt(), trusted

@@ -2,7 +2,7 @@
 
 Autograd's formulas prepare what they pass to some of these: tensors without gaps, in the order of their dims, with no
 conjugation or sign left to be done. A kernel that is called without that may read past its tensors, or leave its result
-unwritten. So nothing gets to a kernel from here but through `plain`.
+unwritten. So nothing gets to a kernel from here but through `materialized`.
 """
 
 from collections.abc import Sequence
@@ -10,20 +10,23 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from persample.kernels.conv_geometry import Geometry
+from .geometry import Geometry
 
-__all__ = ["convolution", "group_norm_sums", "input_gradient", "plain", "weight_gradient"]
+__all__ = ["convolution", "group_norm_sums", "input_gradient", "materialized", "weight_gradient"]
 
 _aten = torch.ops.aten
 
 
-def plain(t: Tensor) -> Tensor:
-    """The same numbers, as they are, one after another in memory; itself where they are so already."""
+def materialized(t: Tensor) -> Tensor:
+    """The tensor with its numbers in memory, conjugated and signed as they are, in the order of its dims.
+
+    It is returned itself where that is so already.
+    """
     return t.resolve_conj().resolve_neg().contiguous()
 
 
 def _image(t: Tensor) -> Tensor:
-    """The same, but images whose channels come last in memory are left so: convolutions have kernels for them."""
+    """`materialized` images, but channels that come last in memory are left there: convolutions have kernels for it."""
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(t.ndim)
     t = t.resolve_conj().resolve_neg()
     in_order = t.is_contiguous() or t.dtype == torch.float64  # for which PyTorch's kernel refuses the other order
@@ -54,9 +57,12 @@ def input_gradient(dy: Tensor, weight: Tensor, input_size: Sequence[int], geomet
 
 
 def group_norm_sums(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """(C,) each: Σ g · x̂ and Σ g over the positions of one image, for g and x (C, S), mean and rstd (G,)."""
-    images = [plain(t).unsqueeze(0) for t in (g, x, mean, rstd)]
-    about = 1, *g.shape, len(rstd)
+    """(C,) each: Σ g · x̂ and Σ g over the positions of one image, for g and x (C, S), mean and rstd (G,).
+
+    x̂ is x normalised in each of its groups of channels; g is the cotangent of the layer's result.
+    """
+    images = [materialized(t).unsqueeze(0) for t in (g, x, mean, rstd)]
+    sizes = 1, *g.shape, len(rstd)
     scale = torch.empty(len(g), dtype=g.dtype, device=g.device)  # only its presence is asked for
-    found = _aten.native_group_norm_backward(*images, scale, *about, (False, True, True))
-    return found[1], found[2]
+    _, d_scale, d_shift = _aten.native_group_norm_backward(*images, scale, *sizes, (False, True, True))
+    return d_scale, d_shift

@@ -45,35 +45,36 @@ def row_norms(rows: Tensor) -> Tensor:
     low, high = torch.aminmax(norms)
     if low.item() > small and high.item() < inf:  # neither is true of NaN
         return norms
-    odd = (~((norms > small) & norms.isfinite())).nonzero().squeeze(1)
-    rows = flat.index_select(0, odd)
-    return norms.index_copy(0, odd, _scaled(rows) if wide(rows.dtype) == norms.dtype else _norm(rows, norms.dtype))
+    extreme = (~((norms > small) & norms.isfinite())).nonzero().squeeze(1)
+    rows = flat.index_select(0, extreme)
+    again = _scaled(rows) if wide(rows.dtype) == norms.dtype else _norm(rows, norms.dtype)
+    return norms.index_copy(0, extreme, again)
 
 
 def _summed(flat: Tensor) -> Tensor:
-    """Runs in the rows' own precision, then the runs in float64."""
+    """The norm of every row, from norms of runs in the row's own precision, which are added up in float64."""
     n, dtype, high = flat.shape[1], wide(flat.dtype), widest(flat.device)
     if n <= _RUN or dtype == high:
         return _norm(flat, dtype).to(high)
     runs = n // _RUN
     parts = _norm(flat[:, : runs * _RUN].unflatten(1, (runs, _RUN)), dtype).to(high)
     if runs * _RUN < n:
-        rest = _norm(flat[:, runs * _RUN :], dtype).to(high)
-        parts = torch.cat([parts, rest.unsqueeze(1)], 1)
+        last = _norm(flat[:, runs * _RUN :], dtype).to(high)
+        parts = torch.cat([parts, last.unsqueeze(1)], 1)
     return _norm(parts, high)
 
 
 def _norm(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """Over the last dim."""
-    found: Tensor = torch.linalg.vector_norm(t, dim=-1, dtype=dtype)
-    return found
+    """The norm over the last dim."""
+    norm: Tensor = torch.linalg.vector_norm(t, dim=-1, dtype=dtype)
+    return norm
 
 
 def _scaled(flat: Tensor) -> Tensor:
-    """Every row divided by its largest element first."""
+    """The norm of every row, divided by its largest element first, so that no square overflows or vanishes."""
     largest: Tensor = torch.linalg.vector_norm(flat, inf, dim=1).to(widest(flat.device))
     norms = largest.clone()  # right for rows of zeros, infinities and NaNs
-    again = ((largest > 0) & largest.isfinite()).nonzero().squeeze(1)
-    rows = flat.index_select(0, again).to(widest(flat.device)) / largest[again].unsqueeze(1)
-    norms[again] = _norm(rows, rows.dtype) * largest[again]
+    ordinary = ((largest > 0) & largest.isfinite()).nonzero().squeeze(1)
+    rows = flat.index_select(0, ordinary).to(widest(flat.device)) / largest[ordinary].unsqueeze(1)
+    norms[ordinary] = _norm(rows, rows.dtype) * largest[ordinary]
     return norms

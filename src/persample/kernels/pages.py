@@ -1,9 +1,9 @@
 """Large blocks of memory on the CPU, where a page that is touched for the first time costs more than what is written.
 
-`recycled` memory comes from pages that are kept from call to call: a page is used again as soon as no tensor lies in it
-any more, so that a tensor which outlives its call only keeps its page from being used again. `fresh` memory is nobody
-else's, in huge pages, of which there are five hundred times fewer to be touched. Elsewhere both are `torch.empty`:
-other devices have allocators that do the same.
+`recycled` memory, for temporaries, lies in mappings that are kept from call to call. A mapping is used again once no
+tensor lies in it any more; a tensor that outlives its call only delays that. `fresh` memory, for results, belongs to
+one tensor and lies in huge pages, of which there are five hundred times fewer to be touched. On other devices both are
+`torch.empty`: their allocators keep memory themselves.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ __all__ = ["POOL", "fresh", "recycled"]
 
 _LEAST = 2**20  # bytes; the C library recycles smaller blocks itself
 _LEAST_FRESH = 2**22  # a huge page has 2**21; said in docs/reductions.md and by `ps.grad`
-_CALLS = 4  # an idle page is kept if one of so many calls has used it
+_CALLS = 4  # a page that was used in one of so many last calls is kept
 _HUGE = hasattr(mmap, "MADV_HUGEPAGE")
 
 
 def recycled(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialised tensor for temporaries."""
+    """An uninitialised tensor for temporaries, in memory that is used again when the tensor is gone."""
     size = prod(shape) * dtype.itemsize
     if size >= _LEAST and device.type == "cpu" and _HUGE:
         with suppress(OSError):  # too many mappings
@@ -54,19 +54,19 @@ def _mapped(size: int) -> mmap.mmap:
 
 
 class _Page:
-    """A mapping, to which every storage in it holds a reference."""
+    """A large mapping (of many of the system's pages), to which every storage in it holds a reference."""
 
-    __slots__ = ("_idle", "memory", "used")
+    __slots__ = ("_idle_references", "last_call", "memory")
 
     def __init__(self, size: int) -> None:
         self.memory = _mapped(size)
-        self.used = 0  # by which call
-        self._idle = sys.getrefcount(self.memory)
+        self.last_call = 0  # the last one that used it
+        self._idle_references = sys.getrefcount(self.memory)
 
     @property
     def is_idle(self) -> bool:
-        """Have all tensors in it gone?"""
-        return sys.getrefcount(self.memory) == self._idle
+        """Whether no tensor lies in it any more."""
+        return sys.getrefcount(self.memory) == self._idle_references
 
 
 class Pool:
@@ -78,13 +78,13 @@ class Pool:
         self._lock = Lock()
 
     def begin_call(self) -> None:
-        """Let go of pages that the last calls have not used."""
+        """Release pages that the last calls have not used."""
         with self._lock:
             self._call += 1
-            self._pages = [p for p in self._pages if p.used > self._call - _CALLS]
+            self._pages = [p for p in self._pages if p.last_call > self._call - _CALLS]
 
     def empty(self) -> None:
-        """Let go of all pages; those with tensors in them are unmapped with the last tensor."""
+        """Release all pages; those with tensors in them are unmapped with the last tensor."""
         with self._lock:
             self._pages = []
 
@@ -98,11 +98,11 @@ class Pool:
         with self._lock:
             idle = [p for p in self._pages if size <= len(p.memory) <= 2 * size and p.is_idle]
             page = min(idle, key=lambda p: len(p.memory)) if idle else self._new(size)
-            page.used = self._call
+            page.last_call = self._call
             return torch.frombuffer(page.memory, dtype=torch.uint8, count=size)
 
     def _new(self, size: int) -> _Page:
-        """Rounded up, so that a few more samples fit the next time."""
+        """A new page, with its size rounded up so that a few more samples fit the next time."""
         step = 1 << max(size.bit_length() - 4, 12)
         page = _Page(-(-size // step) * step)
         self._pages.append(page)

@@ -65,9 +65,9 @@ def replay_lstm(layer: LstmLayer, d_output: Tensor | None, d_hn: Tensor | None, 
     if d_output is None:
         d_output = gates.new_zeros(()).expand(T, B, h)
     dh, dc = gates.new_zeros(2, B, h).unbind(0)
-    for scratch, given in ((dh, d_hn), (dc, d_cn)):
-        if given is not None:
-            scratch.copy_(given)
+    for state, cotangent in ((dh, d_hn), (dc, d_cn)):
+        if cotangent is not None:
+            state.copy_(cotangent)
     _scan_back(gates, forget, to_cell, layer.w_hh.to(dtype), d_output.to(dtype), dh, dc, steps)
     return LstmReplay(layer, gates.view(T, B, 4 * h), h_previous, dc)
 

@@ -127,7 +127,7 @@ def test_what_is_planted_is_found(what: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_kernel_that_read_past_its_tensors_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "plain", lambda t: t)
+    monkeypatch.setattr(library, "materialized", lambda t: t)
     if torch.__version__ >= "2.14":
         pytest.skip("from torch 2.14 on, PyTorch's kernel takes any strides")
     with pytest.raises(AssertionError, match="expanded"):

@@ -1,4 +1,4 @@
-"""How a convolution walks over its input."""
+"""The options of a convolution in one record."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,14 +23,14 @@ class Geometry:
         return self.stride, self.padding, self.dilation, self.transposed, self.output_padding, self.groups
 
     def read_size(self, out_size: Sequence[int], kernel: Sequence[int]) -> tuple[int, ...]:
-        """s·(O - 1) + δ·(k - 1) + 1: how much of the padded input the outputs read, not transposed."""
+        """How much of the padded input is read, if not transposed: s·(O - 1) + δ·(k - 1) + 1 on each axis."""
         return tuple(
             s * (n - 1) + d * (k - 1) + 1
             for s, n, d, k in zip(self.stride, out_size, self.dilation, kernel, strict=True)
         )
 
     def output_size(self, in_size: Sequence[int], kernel: Sequence[int]) -> tuple[int, ...]:
-        """⌊(S + 2·padding - δ·(k - 1) - 1) / s⌋ + 1: the output's spatial size, not transposed."""
+        """The output's spatial size, if not transposed: ⌊(S + 2·padding - δ·(k - 1) - 1) / s⌋ + 1 on each axis."""
         return tuple(
             (n + 2 * pad - d * (k - 1) - 1) // s + 1
             for n, pad, d, k, s in zip(in_size, self.padding, self.dilation, kernel, self.stride, strict=True)

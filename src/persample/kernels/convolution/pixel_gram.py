@@ -17,10 +17,10 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from persample.kernels.conv_geometry import Geometry
-from persample.kernels.conv_kernels import fit, unfolded
-from persample.kernels.gram import ROWS, summed, trusted_norms
-from persample.kernels.norms import widest
+from ..geometry import Geometry
+from ..gram import ROWS, summed, trusted_norms
+from ..norms import widest
+from .patches import padded, windows_along
 
 __all__ = ["pixel_gram_norms"]
 
@@ -28,24 +28,24 @@ __all__ = ["pixel_gram_norms"]
 def pixel_gram_norms(
     x: Tensor, dy: Tensor, weight_size: Sequence[int], geometry: Geometry, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """For x (B, R, Cin, *S) and dy (B, R, Cout, *O): norms (B·G,), and which hold for gradients of the given dtype."""
+    """For x (B, R, Cin, *S) and dy (B, R, Cout, *O): norms (B·G,), and which can be trusted as in `trusted_norms`."""
     if geometry.transposed:
         x, dy, geometry = dy, x, replace(geometry, transposed=False)
-    kernel, space, rows = weight_size[2:], dy.shape[3:], len(x) * geometry.groups
-    pixels, dy = _lines(fit(x, kernel, space, geometry), rows), _lines(dy, rows)
+    kernel, out_size, rows = weight_size[2:], dy.shape[3:], len(x) * geometry.groups
+    pixels, dy = _lines(padded(x, kernel, out_size, geometry), rows), _lines(dy, rows)
     squares = torch.zeros(rows, dtype=widest(x.device), device=x.device)
     size = torch.zeros_like(squares)
     least = torch.finfo(x.dtype).tiny / torch.finfo(x.dtype).eps  # below, digits are lost
     step = max(1, ROWS // math.prod(dy.shape[3:]))
-    for start in range(0, space[0], step):  # Gram matrices are symmetric: what is left of the block has been seen
-        count = min(step, space[0] - start)
+    for start in range(0, out_size[0], step):  # Gram matrices are symmetric: what lies left of a block is done
+        count = min(step, out_size[0] - start)
         left = _gram(dy[:, :, start:], count).flatten(1, dy.ndim - 2).flatten(2)
         right = _patch_gram(pixels[:, :, geometry.stride[0] * start :], count, kernel, geometry).reshape(left.shape)
-        here = left.shape[1]
-        each = [gram.diagonal(0, 1, 2).clamp(min=least).sqrt() for gram in (left, right)]
-        size += (each[0] * each[1]).sum(1)
+        rows_here = left.shape[1]
+        left_norms, right_norms = (gram.diagonal(0, 1, 2).clamp(min=least).sqrt() for gram in (left, right))
+        size += (left_norms * right_norms).sum(1)
         products = right.mul_(left)
-        squares += summed(products[..., :here]) + 2 * summed(products[..., here:])
+        squares += summed(products[..., :rows_here]) + 2 * summed(products[..., rows_here:])
     return trusted_norms(squares, size.square_(), x.dtype, dtype)
 
 
@@ -66,8 +66,8 @@ def _patch_gram(pixels: Tensor, count: int, kernel: Sequence[int], geometry: Geo
     n = len(kernel)
     gram = _gram(pixels, geometry.read_size((count,) * n, kernel)[0])
     for axis in reversed(range(n)):
-        here = 1 + axis + (axis > 0)  # the images' dim is the second
-        for dim in (here, here + n + 1):
-            gram = unfolded(gram, dim, kernel[axis], geometry.stride[axis], geometry.dilation[axis])
+        row_dim = 1 + axis + (axis > 0)  # the images' dim is the second
+        for dim in (row_dim, row_dim + n + 1):
+            gram = windows_along(gram, dim, kernel[axis], geometry.stride[axis], geometry.dilation[axis])
         gram = reduce(torch.add, gram.diagonal(0, -2, -1).unbind(-1))
     return gram
