@@ -21,6 +21,7 @@ LAYERS = [
     "reductions",
     "graph",
     "expanded",
+    "rerun",
     "top",
     "audit",
     "dp",
@@ -28,8 +29,8 @@ LAYERS = [
     "cli",
 ]  # each may import itself and those before it
 APART = {"graph": "reductions", "expanded": "reductions"}  # but neither way in knows what is asked of it
-EVERYWHERE = {"_errors", "_releases", "_version"}  # plain names that anybody may use
-TOP_MODULES = {"api", "call", "explain", "monitor", "reduce", "shortcuts", "testing", "params", "rerun", "_table"}
+EVERYWHERE = {"_errors", "_releases", "_version", "trees"}  # which import nothing of this package: anybody may use them
+TOP_MODULES = {"api", "call", "explain", "monitor", "reduce", "shortcuts", "testing", "params", "_table"}
 
 # Names without promises, by what they are used for; one file for each subject may know them.
 PRIVATE_ATTRIBUTES = ("_saved_", "_raw_saved_", "_input_metadata", "_functorch", "_inductor", "_dynamo", "_autograd")

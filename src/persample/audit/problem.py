@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..expanded.trees import tree_map
+from ..trees import tree_map
 from .errors import AuditError, in_words
 
 Loss = Callable[..., Tensor]

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from ..factors import Factor
 from ..graph.roots import slot_of
 from ..graph.tape import leading_to
+from ..trees import leaves, tree_map
 from .gate import Receiver, Recording, attach
 from .inputs import StandIns, holds_batch
 from .registry import Shipped, name_of
 from .samples import Samples, along
-from .trees import leaves, tree_map
 
 if TYPE_CHECKING:
     from .weight import ExpandedWeight

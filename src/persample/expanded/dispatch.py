@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from ..trees import leaves
 from .alone import CANNOT_HANDLE, call_alone
 from .registry import HANDLED, Shipped, name_of
-from .trees import leaves
 
 if TYPE_CHECKING:
     from .weight import ExpandedWeight
