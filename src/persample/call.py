@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from .checks import check_reductions
 from .distributed import is_sharded
 from .expanded.gate import Receiver
 from .expanded.inputs import batch_of
@@ -18,8 +19,8 @@ from .factors import Factor
 from .graph.saved import late_hooks, original_of
 from .kernels.pages import fresh
 from .params import named
-from .reduce import check_reductions, start
 from .reductions import Reduction
+from .verbs import begin_run
 
 
 def call_for_per_sample_grads(
@@ -151,10 +152,9 @@ class PerSampleCall:
                 yield Receiver(write)
         else:
             device = next(iter(params.values())).device
-            run, tell_bytes = start(self._reductions, self.module, params, batch, device, self._max_memory)
-            yield Receiver(run.add, tell_bytes, run.add_parts)
-            with torch.no_grad():
-                self._results = tuple(r.result() for r in run.reductions)
+            run = begin_run(self._reductions, self.module, params, batch, device, self._max_memory)
+            yield Receiver(run.add, run.set_default_memory, run.add_parts)
+            self._results = run.results()
 
 
 @contextmanager

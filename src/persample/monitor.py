@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .api import boundary, check_losses
+from .checks import boundary, check_losses
 from .distributed import accumulate
 from .graph.roots import Roots
 from .graph.saved import late_hooks
 from .params import Params, named
-from .reduce import reduce
 from .reductions.spread import MeanAndNorms, Spread
+from .verbs import reduce
 
 Values = dict[str, float]
 

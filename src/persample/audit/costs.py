@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from .._errors import PerformanceWarning
-from ..api import grad
 from ..shortcuts import clipped_sum, norms
 from ..testing import by_backward, definition, hides_ops
+from ..verbs import grad
 from .problem import Problem
 
 Step = Callable[[Tensor, nn.Module], Any]  # what follows the forward pass

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from .._errors import PerformanceWarning
-from ..api import empty_cache
+from ..kernels.pages import empty_cache
 from .costs import STEPS, Step
 from .errors import AuditError
 from .problem import Problem

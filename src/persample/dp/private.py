@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..api import check_losses
+from ..checks import check_losses
 from ..reductions import ClippedSum
 from ..reductions.exact import ExactClippedSum
 from .binding import Binding, is_older, mark, trainable

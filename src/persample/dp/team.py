@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..reduce import reduce
 from ..reductions.exact import ExactClippedSum, ExactSums
+from ..verbs import reduce
 from .errors import PrivacyError
 from .sums import Clipped, Whole
 

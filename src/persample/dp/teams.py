@@ -16,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .._errors import NonFiniteError
 from ..distributed import Ranks, is_sharded, like_shard, own_part
-from ..reduce import reduce
 from ..reductions import Clipping
 from ..reductions.exact import ExactClippedSum, ExactSums
+from ..verbs import reduce
 from .binding import trainable
 from .errors import PrivacyError
 from .fingerprints import summary
