@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from .compiled import is_compiled
 from .contraction import read_contraction
 from .custom import is_known, taught
 from .flows import FLOWS
@@ -21,7 +22,7 @@ from .names import POINTWISE
 from .probe import probe_call, probe_node, probe_slots
 from .roots import Roots
 from .rows import Below, below_product
-from .saved import in_checkpoint, is_compiled, is_custom
+from .saved import in_checkpoint, is_custom
 from .site import Fate, Flow, Site, Sites, weights_only
 from .tape import Slot, Tape, is_leaf, op_name
 

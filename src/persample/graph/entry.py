@@ -14,10 +14,12 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from .._errors import InteractionError, PerformanceWarning, UnsupportedError
+from ..distributed import is_sharded
 from ..factors import Dense, Factor, Masked
 from .assign import Map, assign
 from .bundles import bundle_up
 from .capture import Capture, PartsSink, Sink
+from .compiled import is_compiled
 from .custom import is_known
 from .interaction import interactions
 from .invoke import is_opaque
@@ -27,7 +29,7 @@ from .notes import noting
 from .plan import Plan, plan
 from .recall import outline, recall, remember
 from .roots import Roots, slot_of
-from .saved import is_compiled, is_torchs
+from .saved import is_torchs
 from .tape import Slot, Tape, leaf_of, op_name
 
 
@@ -210,7 +212,7 @@ def _one_sample(roots: Roots, params: Mapping[str, Tensor], sink: Sink, retain_g
 def check_reached(tape: Tape, params: Mapping[str, Tensor]) -> None:
     """Never answer zeros for a parameter that the graph holds under another name."""
     reached = {id(p) for p in tape.leaves.values()}
-    hidden = [name for name, p in params.items() if id(p) not in reached and hasattr(p, "_local_tensor")]
+    hidden = [name for name, p in params.items() if id(p) not in reached and is_sharded(p)]
     if hidden and tape.others:
         raise UnsupportedError(
             f"sharded parameters {hidden} are not leaves of this graph, which holds {len(tape.others)} unsharded ones: "

@@ -11,7 +11,9 @@ from torch.autograd.graph import Node
 from torch.utils.checkpoint import CheckpointError
 
 from .._errors import UnsupportedError
+from ..distributed.wrappers import passes_on
 from ..kernels.library import plain
+from .compiled import is_compiled, scratch_restored
 from .layout import Shape
 from .library import unspent
 from .saved import (
@@ -19,11 +21,8 @@ from .saved import (
     in_checkpoint,
     in_own_task,
     in_plain_task,
-    is_compiled,
     is_custom,
     metadata,
-    passes_on,
-    scratch_restored,
     unpacked_often,
 )
 from .tape import Slot, op_name

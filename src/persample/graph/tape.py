@@ -11,9 +11,10 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from .._errors import UnsupportedError
+from ..distributed.wrappers import WRAPPER_FUNCTIONS
 from .layout import Shape
 from .library import op_of
-from .saved import THROUGH, function_of, is_custom, is_torchs, metadata
+from .saved import function_of, is_custom, is_torchs, metadata
 
 Slot = tuple[Node, int]  # a node's cotangent number nr: the gradient of the forward op's output nr
 
@@ -101,7 +102,7 @@ def _custom_name(node: BackwardCFunction) -> str:
     return f"custom {op_of(node) or function_of(node).__name__}"
 
 
-_KNOWN = (*THROUGH, "CompiledFunction")
+_KNOWN = (*WRAPPER_FUNCTIONS, "CompiledFunction")
 _NAMES: dict[type, str] = {}
 
 
