@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -19,38 +19,12 @@ def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
     if isinstance(tree, LEAVES):
         return fn(tree)
     if isinstance(tree, (tuple, list)):
-        values = [tree_map(fn, value) for value in tree]
-        if all(new is old for new, old in zip(values, tree, strict=True)):
-            return tree
-        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
+        return _with_items(tree, [tree_map(fn, value) for value in tree])
     if isinstance(tree, Mapping):
-        items = {key: tree_map(fn, value) for key, value in tree.items()}
-        if type(tree) is dict:
-            return items
-        return _changed(tree, {key: value for key, value in items.items() if value is not tree[key]})
-    if is_dataclass(tree) and not isinstance(tree, type):
+        return _with_values(tree, {key: tree_map(fn, value) for key, value in tree.items()})
+    if _is_record(tree):
         return _with_fields(tree, {f.name: tree_map(fn, getattr(tree, f.name)) for f in fields(tree)})
     return fn(tree)
-
-
-def _changed(tree: Any, items: Mapping[Any, Any]) -> Any:
-    """A copy of some kind of dict with other values."""
-    if not items:
-        return tree
-    made = copy(tree)
-    for key, value in items.items():
-        made[key] = value
-    return made
-
-
-def _with_fields(tree: Any, values: Mapping[str, Any]) -> Any:
-    """A copy of a dataclass, frozen or not, with other values."""
-    if all(value is getattr(tree, name) for name, value in values.items()):
-        return tree
-    made = copy(tree)
-    for name, value in values.items():
-        object.__setattr__(made, name, value)
-    return made
 
 
 def leaves(tree: Any) -> list[Any]:
@@ -58,9 +32,48 @@ def leaves(tree: Any) -> list[Any]:
     if isinstance(tree, LEAVES):
         return [tree]
     if isinstance(tree, (tuple, list)):
-        return [leaf for value in tree for leaf in leaves(value)]
+        return _leaves_of_all(tree)
     if isinstance(tree, Mapping):
-        return [leaf for value in tree.values() for leaf in leaves(value)]
-    if is_dataclass(tree) and not isinstance(tree, type):
-        return [leaf for f in fields(tree) for leaf in leaves(getattr(tree, f.name))]
+        return _leaves_of_all(tree.values())
+    if _is_record(tree):
+        return _leaves_of_all(getattr(tree, f.name) for f in fields(tree))
     return [tree]
+
+
+def _leaves_of_all(trees: Iterable[Any]) -> list[Any]:
+    return [leaf for tree in trees for leaf in leaves(tree)]
+
+
+def _is_record(tree: Any) -> bool:
+    """Is this an object of a dataclass?"""
+    return is_dataclass(tree) and not isinstance(tree, type)
+
+
+def _with_items(tree: Any, items: Sequence[Any]) -> Any:
+    """A copy of some kind of tuple or list with other items; itself if they are the same."""
+    if all(new is old for new, old in zip(items, tree, strict=True)):
+        return tree
+    return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+
+
+def _with_values(tree: Any, values: dict[Any, Any]) -> Any:
+    """A copy of some kind of dict with other values."""
+    if type(tree) is dict:
+        return values
+    changed = {key: value for key, value in values.items() if value is not tree[key]}
+    if not changed:
+        return tree
+    made = copy(tree)
+    for key, value in changed.items():
+        made[key] = value
+    return made
+
+
+def _with_fields(tree: Any, values: Mapping[str, Any]) -> Any:
+    """A copy of a dataclass, frozen or not, with other values; itself if they are the same."""
+    if all(value is getattr(tree, name) for name, value in values.items()):
+        return tree
+    made = copy(tree)
+    for name, value in values.items():
+        object.__setattr__(made, name, value)
+    return made

@@ -58,7 +58,7 @@ def test_later_names_are_there_in_the_releases_that_have_them(name: str) -> None
 
 
 def test_later_names_are_those_that_are_kept() -> None:
-    assert {*shards._LATER_OF_GROUP, *shards._LATER_OF_ALL} < set(LATER)
+    assert {*shards._LATER_IN_GROUP, *shards._LATER_IN_CONTEXT} < set(LATER)
 
 
 def test_wrappers_have_the_names_by_which_their_nodes_are_known() -> None:

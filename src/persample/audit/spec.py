@@ -157,11 +157,7 @@ def _call(factory: Any, spec: str, batch_size: int | None) -> Any:
     if batch_size is not None and takes is not None and "batch_size" not in takes:
         raise AuditError(f"{spec} takes no argument batch_size, so it cannot be told {batch_size}: give it one")
     given = {} if batch_size is None else {"batch_size": batch_size}
-    needed = [
-        p.name
-        for p in (takes or {}).values()
-        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name not in given
-    ]
+    needed = [name for name in _required(takes or {}) if name not in given]
     if needed:
         what = "--batch-size" if needed == ["batch_size"] else "nothing but batch_size is ever given"
         raise AuditError(f"{spec} needs arguments {', '.join(needed)}: {what}, so give them defaults")
@@ -169,6 +165,12 @@ def _call(factory: Any, spec: str, batch_size: int | None) -> Any:
         return factory(**given)
     except (Exception, SystemExit) as error:
         raise AuditError(f"{spec}() raised {in_words(error)}") from error
+
+
+def _required(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
+    """The names of arguments that have no default."""
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters.values() if p.default is p.empty and p.kind not in optional]
 
 
 def _parameters(factory: Any) -> Mapping[str, inspect.Parameter] | None:
