@@ -51,9 +51,9 @@ def undisturbed(losses: Tensor, params: Mapping[str, Tensor], *, last: bool) -> 
         sinks, groups, leaves = _read(losses)
         for sink in sinks:
             stack.enter_context(_no_delayed_reduction(sink.ddp_weakref()))
-        found = stack.enter_context(gathered(params, leaves, groups, last=last))
-        _refuse_other_shards(found.full)
-        yield found
+        gathered_leaves = stack.enter_context(gathered(params, leaves, groups, last=last))
+        _refuse_other_shards(gathered_leaves.full)
+        yield gathered_leaves
 
 
 def _read(losses: Tensor) -> tuple[list[Any], list[Any], list[Tensor]]:
