@@ -84,7 +84,7 @@ def _check_module(module: object) -> None:
     if isinstance(module, nn.DataParallel):
         raise RuntimeError("module is an nn.DataParallel, whose copies cannot be recorded: pass module.module")
     if any(is_sharded(p) for p in module.parameters()):
-        raise RuntimeError("module is sharded, and shards cannot be recorded: use ps.grad(losses, module) and its kin")
+        raise RuntimeError("module is sharded, and shards cannot be recorded: use ps.grad(losses, module) or ps.reduce")
 
 
 def _check_batch_size(batch_size: object) -> None:
@@ -121,7 +121,7 @@ class PerSampleCall:
         if self._reductions is None:
             raise RuntimeError("there are results where reductions=[...] were asked for; here, look at p.grad_sample")
         if self._results is None:
-            raise RuntimeError("no backward has come by since results were last taken")
+            raise RuntimeError("no backward has run since results were last taken")
         results, self._results = self._results, None
         return results
 

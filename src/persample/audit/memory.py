@@ -47,7 +47,7 @@ def peaks(spec: str, *, batch_size: int | None, seed: int) -> dict[str, int]:
 
 
 def child() -> None:
-    """What the process of its own runs."""
+    """Measure in a process of its own, and write the result to a file."""
     options, out = json.loads(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(options.pop("threads"))
     out.write_text(json.dumps(_measured(load(options.pop("spec"), **options))))

@@ -156,7 +156,7 @@ def _audit(problem: Problem, name: str, repeats: int, tolerance: float | None, t
 
 
 def _check_room(stack_bytes: int, batch: int, device: torch.device) -> None:
-    """All gradients are written out twice and compared in double precision: say so before memory runs out."""
+    """Refuse a comparison for which memory would run out: gradients are written out twice, in double precision."""
     free = None
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]

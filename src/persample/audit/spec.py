@@ -122,7 +122,7 @@ def _from_module(head: str) -> ModuleType:
 
 
 def _search(folder: Path) -> None:
-    """Modules beside the file, or in the current directory, are found as `python file.py` finds them."""
+    """Let modules in a folder be imported, as `python file.py` does for those beside the file."""
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
@@ -181,7 +181,7 @@ def _parameters(factory: Any) -> Mapping[str, inspect.Parameter] | None:
 
 
 def _read(made: Any, what: str, seed: int) -> Problem:
-    """The accepted forms."""
+    """A problem from what a factory has returned, in any of the accepted forms."""
     if isinstance(made, Mapping):
         parts = dict(made)
         if "batch" in parts and "inputs" not in parts:

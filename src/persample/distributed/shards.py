@@ -98,19 +98,25 @@ def gathered(
     if not states:
         yield Leaves(params, params)
         return
-    there = [(module, all(group.is_unsharded for group in _groups(state))) for module, state in states]
-    for module, _ in there:
+    modules = [module for module, _ in states]
+    sharded = [module for module, state in states if not all(group.is_unsharded for group in _groups(state))]
+    for module in modules:
         module.unshard()
     members = [group for _, state in states for group in _groups(state)]
     try:
         with _held_still([state for _, state in states], members):
             yield _leaves(params, members)
     finally:
-        for module, was_there in there:
-            if not was_there or (last and _reshards(module)):
-                module.reshard()
+        _reshard(modules, sharded, last)
         if last:
             _end_backward(members)
+
+
+def _reshard(modules: Sequence[Any], sharded: Sequence[Any], last: bool) -> None:
+    """Free the weights of modules that were sharded before; after the last backward, of those that it would free."""
+    for module in modules:
+        if module in sharded or (last and _frees_weights(module)):
+            module.reshard()
 
 
 def _leaves(params: Mapping[str, Tensor], members: Sequence[Any]) -> Leaves:
@@ -212,6 +218,6 @@ def _holds(group: Any, wanted: set[int]) -> bool:
     )
 
 
-def _reshards(module: Any) -> bool:
+def _frees_weights(module: Any) -> bool:
     """Would an ordinary backward free this unit's weights?"""
     return any(group.reshard_after_backward for group in _groups(module._get_fsdp_state()))

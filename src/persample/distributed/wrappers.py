@@ -48,7 +48,7 @@ def undisturbed(losses: Tensor, params: Mapping[str, Tensor], *, last: bool) -> 
         return
     _refuse_flattened(params)
     with ExitStack() as stack:
-        sinks, groups, leaves = _read(losses)
+        sinks, groups, leaves = _wrapper_nodes_and_leaves(losses)
         for sink in sinks:
             stack.enter_context(_no_delayed_reduction(sink.ddp_weakref()))
         gathered_leaves = stack.enter_context(gathered(params, leaves, groups, last=last))
@@ -56,7 +56,7 @@ def undisturbed(losses: Tensor, params: Mapping[str, Tensor], *, last: bool) -> 
         yield gathered_leaves
 
 
-def _read(losses: Tensor) -> tuple[list[Any], list[Any], list[Tensor]]:
+def _wrapper_nodes_and_leaves(losses: Tensor) -> tuple[list[Any], list[Any], list[Tensor]]:
     """DDP's nodes in a graph, the parameter groups of FSDP2's, and all leaves."""
     start = losses.grad_fn
     stack: list[Node] = [] if start is None else [start]

@@ -95,5 +95,5 @@ class Ledger:
             )
 
     def advance(self, steps: int, passes: int) -> None:
-        """Count at least so many."""
+        """Raise the counts to at least so many steps and passes."""
         self.steps, self.passes = max(self.steps, steps), max(self.passes, passes)
