@@ -108,7 +108,7 @@ def test_pages_mention_every_public_name(module: ModuleType) -> None:
     "module", [persample, audit, dp, expanded, testing, nn_grad], ids=lambda module: module.__name__
 )
 def test_the_reference_has_every_public_name(module: ModuleType) -> None:
-    """By itself (``persample.reduce`` is also a file, so that its path is longer), or as part of its module."""
+    """By itself (``persample.explain`` is also a file, so that its path is longer), or as part of its module."""
     listed = re.findall(r"^::: persample\.([\w.]+)$", API, re.MULTILINE)
     path = module.__name__.removeprefix("persample").lstrip(".")
     if path == "nn.grad":

@@ -1,9 +1,8 @@
-"""The package's shape: imports point one way, private PyTorch names stay in one file, files stay small."""
+"""The package's shape: imports point one way, and files stay small."""
 
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +20,7 @@ LAYERS = [
     "reductions",
     "graph",
     "expanded",
+    "rerun",
     "top",
     "audit",
     "dp",
@@ -28,14 +28,14 @@ LAYERS = [
     "cli",
 ]  # each may import itself and those before it
 APART = {"graph": "reductions", "expanded": "reductions"}  # but neither way in knows what is asked of it
-EVERYWHERE = {"_errors", "_releases", "_version"}  # plain names that anybody may use
-TOP_MODULES = {"api", "call", "explain", "monitor", "reduce", "shortcuts", "testing", "params", "rerun", "_table"}
-
-# Names without promises, by what they are used for; one file for each subject may know them.
-PRIVATE_ATTRIBUTES = ("_saved_", "_raw_saved_", "_input_metadata", "_functorch", "_inductor", "_dynamo", "_autograd")
-PRIVATE_MODULES = ("torch._", "torch.utils._", "torch.autograd._")
-KEEPER = ROOT / "graph" / "saved.py"
-KEEPERS = {KEEPER, ROOT / "graph" / "library.py"}  # nodes of the graph; ops of torch.library
+EVERYWHERE = {
+    "_errors",
+    "_releases",
+    "_version",
+    "python_nodes",
+    "trees",
+}  # which import nothing of this package: anybody may use them
+TOP_MODULES = {"call", "checks", "explain", "monitor", "shortcuts", "testing", "params", "verbs", "_table"}
 
 
 def name_of(path: Path) -> str:
@@ -78,52 +78,9 @@ def test_the_walk_sees_imports() -> None:
     """A guard for the test above: known imports are found."""
     assert "factors" in set(imports(ROOT / "graph" / "capture.py"))
     assert "kernels.convolution" in set(imports(ROOT / "factors" / "convolution.py"))
-    assert {layer_of(m) for m in imports(ROOT / "api.py")} >= {"graph", "top"}
+    assert {layer_of(m) for m in imports(ROOT / "verbs.py")} >= {"graph", "top"}
     assert {p.parts[len(ROOT.parts)] for p in FILES if p.parent != ROOT} == set(LAYERS) - {"top"}
     assert {p.stem for p in FILES if p.parent == ROOT} - EVERYWHERE - {"__init__", "__main__"} == TOP_MODULES
-
-
-def private_names(path: Path) -> Iterator[str]:
-    """Uses of PyTorch's private names: attributes, strings that name them, and modules."""
-    tree = ast.parse(path.read_text())
-    prose = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)}
-    for node in ast.walk(tree):
-        line = getattr(node, "lineno", 0)
-        if isinstance(node, ast.Attribute):
-            if node.attr.startswith(PRIVATE_ATTRIBUTES):
-                yield f"line {line}: .{node.attr}"
-            elif re.match("_[^_]", node.attr) and isinstance(node.value, ast.Name) and node.value.id == "torch":
-                yield f"line {line}: torch.{node.attr}"
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
-            if node.value.startswith(PRIVATE_ATTRIBUTES):
-                yield f"line {line}: {node.value!r}"
-        elif isinstance(node, ast.Import):
-            yield from (f"line {line}: {a.name}" for a in node.names if a.name.startswith(PRIVATE_MODULES))
-        elif isinstance(node, ast.ImportFrom) and node.module and (node.module + ".").startswith(PRIVATE_MODULES):
-            yield f"line {line}: {node.module}"
-
-
-@pytest.mark.parametrize("path", [p for p in FILES if p not in KEEPERS], ids=name_of)
-def test_private_names_of_torch_stay_in_one_file(path: Path) -> None:
-    assert not list(private_names(path)), f"{name_of(path)}: move what reads these into graph/saved.py"
-
-
-def test_the_search_sees_private_names() -> None:
-    found = " ".join(private_names(KEEPER))
-    assert "_saved_" in found
-    assert "torch._" in found
-
-
-KERNELS = ROOT / "kernels" / "library.py"  # which gives them no strides or signs that autograd would not
-
-
-@pytest.mark.parametrize("path", [p for p in FILES if p not in {KERNELS, *KEEPERS}], ids=name_of)
-def test_kernels_of_torch_are_called_from_one_file(path: Path) -> None:
-    assert "torch.ops" not in path.read_text(), f"{name_of(path)}: call it in kernels/library.py"
-
-
-def test_the_one_file_calls_them() -> None:
-    assert "torch.ops.aten" in KERNELS.read_text()
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)

@@ -149,3 +149,13 @@ def test_a_buffer_must_be_a_tensor() -> None:
     model, losses = model_and_losses()
     with pytest.raises(TypeError, match=r"out\['0'\] must be a tensor of shape \(5, 4\), not NoneType"):
         ps.grad(losses(), [model[0].bias], out=[None])  # type: ignore[list-item]
+
+
+def test_buffers_beside_other_reductions() -> None:
+    model, losses = model_and_losses()
+    out = buffers(model, 5, FILLS["contiguous"])
+    norms, got = ps.reduce(losses(), model, ps.Norms(), ps.Stack(out))
+    assert all(got[name] is out[name] for name in out)
+    want = definition(losses(), model)
+    assert_same(got, want)
+    torch.testing.assert_close(norms, torch.cat([g.flatten(1) for g in want.values()], 1).norm(dim=1))

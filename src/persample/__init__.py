@@ -6,12 +6,11 @@ from . import _releases as _releases  # first: an old PyTorch is refused here, n
 from . import expanded, nn, testing
 from ._errors import InteractionError, NonFiniteError, PerformanceWarning, UnsupportedError
 from ._version import __version__
-from .api import empty_cache, grad
 from .call import call_for_per_sample_grads
 from .explain import Explanation, explain
 from .factors import Factor
+from .kernels.pages import empty_cache
 from .monitor import Monitor
-from .reduce import backward, reduce
 from .reductions import (
     Call,
     ClippedSum,
@@ -28,6 +27,7 @@ from .reductions import (
     WeightedSum,
 )
 from .shortcuts import clipped_sum, dot, gram, norms, project, second_moment, variance
+from .verbs import backward, grad, reduce
 
 __all__ = [
     "Call",

@@ -26,19 +26,19 @@ def release(version: str) -> Release | None:
     >>> release("2.13.0+cpu"), release("2.16.0a0+git123"), release("unknown")
     ((2, 13), (2, 16), None)
     """
-    found = re.match(r"(\d+)\.(\d+)", version)
-    return None if found is None else (int(found[1]), int(found[2]))
+    version_numbers = re.match(r"(\d+)\.(\d+)", version)
+    return None if version_numbers is None else (int(version_numbers[1]), int(version_numbers[2]))
 
 
 def check(version: str) -> None:
     """Raise if this torch is too old; warn if it is newer than what was tested, or says nothing of its age."""
-    found, tested = release(version), ", ".join(map(_written, TESTED))
-    if found is not None and found < OLDEST:
+    this, tested = release(version), ", ".join(map(_written, TESTED))
+    if this is not None and this < OLDEST:
         raise ImportError(
             f"persample needs torch {_written(OLDEST)} or later, and this is torch {version}: "
             f"pip install 'torch>={_written(OLDEST)}'"
         )
-    if found is None or found > TESTED[-1]:
+    if this is None or this > TESTED[-1]:
         warnings.warn(
             f"persample was tested with torch {tested}, not yet with {version}: compare with persample.testing.check, "
             f"or run its tests by make test-torch",

@@ -10,16 +10,18 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from .checks import check_reductions
 from .distributed import is_sharded
 from .expanded.gate import Receiver
 from .expanded.inputs import batch_of
 from .expanded.module import record_call
 from .factors import Factor, one_by_one
-from .graph.saved import late_hooks, original_of
+from .graph.compiled import original_of
+from .graph.saved import late_hooks
 from .kernels.pages import fresh
 from .params import named
-from .reduce import check_reductions, start
 from .reductions import Reduction
+from .verbs import begin_run
 
 
 def call_for_per_sample_grads(
@@ -54,7 +56,7 @@ def call_for_per_sample_grads(
             multiplied by it.
         batch_first: whether the batch is dim 0 of inputs and outputs, or dim 1.
         reductions: what to compute in place of ``grad_sample``, as for ``ps.reduce``.
-        max_memory: as for ``ps.reduce``; for ``reductions`` only.
+        max_memory: bytes for temporaries of ``reductions``, as for ``ps.reduce``.
 
     Returns:
         A callable with the signature of ``module.forward``. After a backward of what it returned, each trainable
@@ -63,26 +65,37 @@ def call_for_per_sample_grads(
     """
     if loss_reduction not in ("sum", "mean"):
         raise RuntimeError(f"Expected loss_reduction argument to be sum or mean, got {loss_reduction!r}")
-    if not isinstance(cast(object, module), nn.Module):
-        raise RuntimeError(f"Module passed must be nn.Module, got {type(module).__name__}")
-    if any(original_of(part) is not None for part in module.modules()):
-        raise RuntimeError("module was made by torch.compile, which does not know expanded weights: pass the original")
-    if isinstance(module, nn.DataParallel):
-        raise RuntimeError("module is an nn.DataParallel, whose copies cannot be recorded: pass module.module")
-    if any(is_sharded(p) for p in module.parameters()):
-        raise RuntimeError("module is sharded, and shards cannot be recorded: use ps.grad(losses, module) and its kin")
-    if batch_size is not None and (not isinstance(cast(object, batch_size), int) or isinstance(batch_size, bool)):
-        raise RuntimeError(
-            f"Batch size passed must be None or an integer, got batch_size={batch_size!r}, {type(batch_size).__name__}"
-        )
-    if batch_size is not None and batch_size < 1:
-        raise RuntimeError(f"Batch size must be positive, got batch_size={batch_size}")
+    _check_module(module)
+    _check_batch_size(batch_size)
     if isinstance(reductions, Reduction):
         raise TypeError(f"reductions must be a sequence: write reductions=[{type(reductions).__name__}(...)]")
     check_reductions(reductions or (), max_memory)
     if reductions is None:
         _check_clear(module.named_parameters())
     return PerSampleCall(module, batch_size, loss_reduction, batch_first, reductions, max_memory)
+
+
+def _check_module(module: object) -> None:
+    """Refuse what is no module, and modules whose calls cannot be recorded."""
+    if not isinstance(module, nn.Module):
+        raise RuntimeError(f"Module passed must be nn.Module, got {type(module).__name__}")
+    if any(original_of(part) is not None for part in module.modules()):
+        raise RuntimeError("module was made by torch.compile, which does not know expanded weights: pass the original")
+    if isinstance(module, nn.DataParallel):
+        raise RuntimeError("module is an nn.DataParallel, whose copies cannot be recorded: pass module.module")
+    if any(is_sharded(p) for p in module.parameters()):
+        raise RuntimeError("module is sharded, and shards cannot be recorded: use ps.grad(losses, module) or ps.reduce")
+
+
+def _check_batch_size(batch_size: object) -> None:
+    if batch_size is None:
+        return
+    if not isinstance(batch_size, int) or isinstance(batch_size, bool):
+        raise RuntimeError(
+            f"Batch size passed must be None or an integer, got batch_size={batch_size!r}, {type(batch_size).__name__}"
+        )
+    if batch_size < 1:
+        raise RuntimeError(f"Batch size must be positive, got batch_size={batch_size}")
 
 
 class PerSampleCall:
@@ -108,9 +121,9 @@ class PerSampleCall:
         if self._reductions is None:
             raise RuntimeError("there are results where reductions=[...] were asked for; here, look at p.grad_sample")
         if self._results is None:
-            raise RuntimeError("no backward has come by since results were last taken")
-        found, self._results = self._results, None
-        return found
+            raise RuntimeError("no backward has run since results were last taken")
+        results, self._results = self._results, None
+        return results
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, and wait for the backward."""
@@ -151,10 +164,9 @@ class PerSampleCall:
                 yield Receiver(one_by_one(write))
         else:
             device = next(iter(params.values())).device
-            run, tell_bytes = start(self._reductions, self.module, params, batch, device, self._max_memory)
-            yield Receiver(run.add, tell_bytes)
-            with torch.no_grad():
-                self._results = tuple(r.result() for r in run.reductions)
+            run = begin_run(self._reductions, self.module, params, batch, device, self._max_memory)
+            yield Receiver(run.add, run.set_default_memory)
+            self._results = run.results()
 
 
 @contextmanager

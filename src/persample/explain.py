@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ._table import render
-from .api import boundary, check_losses
+from .checks import boundary, check_losses
 from .distributed import undisturbed
 from .graph.describe import Handling, describe
 from .params import Params, named

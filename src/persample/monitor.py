@@ -12,20 +12,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .api import boundary, check_losses
+from .checks import boundary, check_losses
 from .distributed import accumulate
 from .graph.roots import Roots
 from .graph.saved import late_hooks
 from .params import Params, named
-from .reduce import reduce
 from .reductions.spread import MeanAndNorms, Spread
+from .verbs import reduce
 
 Values = dict[str, float]
 
 
 @runtime_checkable
 class Writer(Protocol):
-    """What of TensorBoard's ``SummaryWriter`` is used."""
+    """The methods of TensorBoard's ``SummaryWriter`` that are used."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
 
@@ -161,7 +161,7 @@ class Monitor:
             self._own.close()
 
     def _due(self, losses: Tensor, ids: Sequence[Any] | Tensor | None, step: int | None) -> bool:
-        """Count the step."""
+        """Count the step; whether it is one to be logged."""
         check_losses(losses)
         if ids is not None and len(ids) != len(losses):
             raise ValueError(f"ids must name every sample: there are {len(losses)} losses and {len(ids)} ids")
@@ -192,8 +192,8 @@ class Monitor:
         values = {"batch": float(len(norms)), "nonfinite": float((~finite).sum())}
         if finite.any():
             values["norms/mean"] = norms[finite].mean().item()
-            found = torch.quantile(norms[finite], norms.new_tensor(self.quantiles)).tolist()
-            values |= {f"norms/q{q:g}": value for q, value in zip(self.quantiles, found, strict=True)}
+            levels = torch.quantile(norms[finite], norms.new_tensor(self.quantiles)).tolist()
+            values |= {f"norms/q{q:g}": value for q, value in zip(self.quantiles, levels, strict=True)}
         values |= self._noise(spread, pairs=int(finite.sum()) * (int(finite.sum()) - 1))
         for rank, (sample, norm) in enumerate(unusual):
             values[f"unusual/{rank}/norm"] = norm
@@ -210,10 +210,10 @@ class Monitor:
         epoch may be a small one, and says little.
         """
         parts: dict[str | None, tuple[float, float]] = {None: (0.0, 0.0)}
-        for name, *found in zip(spread.names, *(t.tolist() for t in spread.unbiased()), strict=True):
+        for name, *estimates in zip(spread.names, *(t.tolist() for t in spread.unbiased()), strict=True):
             for layer in (None, name.rpartition(".")[0] or name):
                 before = parts.get(layer, (0.0, 0.0))
-                parts[layer] = before[0] + found[0], before[1] + found[1]
+                parts[layer] = before[0] + estimates[0], before[1] + estimates[1]
         for layer, part in parts.items():
             if all(map(math.isfinite, part)):
                 self._averages[layer] = self._averaged(layer, part, pairs)

@@ -18,20 +18,20 @@ T = TypeVar("T")
 def named(params: Params) -> dict[str, Tensor]:
     """The trainable leaf tensors of ``params`` by name; positions serve as names in a sequence."""
     if isinstance(params, nn.Module):
-        found: dict[str, Tensor] = {name: p for name, p in params.named_parameters() if p.requires_grad}
+        tensors: dict[str, Tensor] = {name: p for name, p in params.named_parameters() if p.requires_grad}
     elif isinstance(params, Mapping):
-        found = {name: p for name, p in params.items() if _checked(p, repr(name)).requires_grad}
+        tensors = {name: p for name, p in params.items() if _checked(p, repr(name)).requires_grad}
     elif isinstance(params, Sequence):
-        found = {str(i): _trainable(p, f"params[{i}]") for i, p in enumerate(params)}
+        tensors = {str(i): _trainable(p, f"params[{i}]") for i, p in enumerate(params)}
     else:
         raise TypeError(
             f"params must be an nn.Module, a mapping from names to tensors or a sequence of tensors, "
             f"not {type(params).__name__}; for one tensor write [tensor], for a generator list(...)"
         )
-    for name, p in found.items():
+    for name, p in tensors.items():
         _refuse_sparse(p, name)
         _refuse_hooks(p, name)
-    return found
+    return tensors
 
 
 def _checked(p: object, what: str) -> Tensor:

@@ -6,17 +6,15 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 from torch import Tensor
 
-from .api import boundary, check_losses
+from .checks import boundary, check_losses, check_reductions
 from .distributed import Ranks, undisturbed
-from .factors import Factor, one_by_one
-from .graph.entry import capture_into
 from .graph.nodes import share_nodes
 from .params import Params, named
-from .reduce import check_reductions, reduce
 from .reductions import ClippedSum, Dot, Gram, Norms, Project, Projection, SecondMoment, Variance
 from .reductions.clipping import Bounds
 from .reductions.groups import Per
-from .reductions.products import CrossGram, Directions
+from .reductions.products import CrossGram, Directions, KeptFactors
+from .verbs import begin_run, reduce, run_backward
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # which some builds of torch lack
@@ -148,18 +146,20 @@ def gram(losses: Tensor, params: Params, other: Tensor | None = None, **options:
         (B, B), or (B, B') with ``other``.
     """
     if other is None:
-        found: Tensor = reduce(losses, params, Gram(), **options)[0]
-        return found
+        products: Tensor = reduce(losses, params, Gram(), **options)[0]
+        return products
     check_losses(losses)
     check_losses(other)
     check_reductions([Gram()], options.get("max_memory"), Ranks.of(options.get("process_group")))
-    factors: dict[str, Factor] = {}
-    apart, keep = options.get("independent", False), options.get("retain_graph", False) or share_nodes(losses, other)
-    with undisturbed(losses, named(params), last=not keep) as leaves:
+    independent = options.get("independent", False)
+    keep_graph = options.get("retain_graph", False) or share_nodes(losses, other)
+    with undisturbed(losses, named(params), last=not keep_graph) as leaves:
         with boundary(losses):
-            capture_into(losses, leaves.full, one_by_one(factors.__setitem__), retain_graph=keep, independent=apart)
-        found = reduce(other, params, CrossGram(factors, len(losses)), **options)[0]
-    return found
+            run = begin_run([KeptFactors()], params, leaves.full, len(losses), losses.device, options.get("max_memory"))
+            run_backward(losses, leaves.full, run, retain_graph=keep_graph, independent=independent)
+            (factors,) = run.results()
+        products = reduce(other, params, CrossGram(factors, len(losses)), **options)[0]
+    return products
 
 
 def dot(losses: Tensor, params: Params, direction: Directions, **options: Unpack[Options]) -> Tensor:
@@ -182,8 +182,8 @@ def dot(losses: Tensor, params: Params, direction: Directions, **options: Unpack
     Returns:
         (B,), or (B, k) for k directions.
     """
-    found: Tensor = reduce(losses, params, Dot(direction), **options)[0]
-    return found
+    products: Tensor = reduce(losses, params, Dot(direction), **options)[0]
+    return products
 
 
 def project(losses: Tensor, params: Params, projection: Projection, **options: Unpack[Options]) -> Tensor:
@@ -204,5 +204,5 @@ def project(losses: Tensor, params: Params, projection: Projection, **options: U
     Returns:
         (B, dim).
     """
-    found: Tensor = reduce(losses, params, Project(projection), **options)[0]
-    return found
+    projected: Tensor = reduce(losses, params, Project(projection), **options)[0]
+    return projected

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from ._errors import PerformanceWarning
 from ._table import render
-from .api import check_losses, grad
+from .checks import check_losses
 from .graph.roots import Roots
 from .params import Params, named
+from .verbs import grad
 
 __all__ = ["Report", "Row", "check", "definition"]
 

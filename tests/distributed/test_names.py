@@ -7,10 +7,10 @@ import inspect
 import pytest
 from torch.distributed import _composable_state
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group, _fsdp_state, _fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import distributed as ddp
 
-from persample.distributed import shards
-from persample.graph import saved
+from persample.distributed import shards, wrappers
 from persample.graph.flows import FLOWS
 from tests.graph.versions import TESTED, VERSION
 
@@ -58,10 +58,14 @@ def test_later_names_are_there_in_the_releases_that_have_them(name: str) -> None
 
 
 def test_later_names_are_those_that_are_kept() -> None:
-    assert {*shards._LATER_OF_GROUP, *shards._LATER_OF_ALL} < set(LATER)
+    assert {*shards._LATER_IN_GROUP, *shards._LATER_IN_CONTEXT} < set(LATER)
 
 
 def test_wrappers_have_the_names_by_which_their_nodes_are_known() -> None:
     for function in (_fsdp_param_group.RegisterPostBackwardFunction, ddp._DDPSink):
-        assert function.__name__ in saved.THROUGH
+        assert function.__name__ in wrappers.WRAPPER_FUNCTIONS
         assert function.__name__ in FLOWS
+
+
+def test_sharded_parameters_have_a_local_tensor() -> None:
+    assert "_local_tensor" in DTensor.__slots__

@@ -165,7 +165,7 @@ def test_clean_models_pass(make: Callable[[], nn.Module], batch_size: int) -> No
         larger += len(batch[0]) > 1
         trained.step(losses_of(model, batch))
     assert trained.steps == 6
-    assert trained._guard._told == larger  # one sample alone tells nothing
+    assert trained._guard._conclusive == larger  # one sample alone tells nothing
 
 
 class Nested(nn.Module):
@@ -186,7 +186,7 @@ def test_nested_inputs_and_outputs() -> None:
     for x, y in trained.batches(dataset()):
         out = model({"x": [x], "name": "batch"}, scale=torch.tensor(2.0), flag=True)
         trained.step(F.cross_entropy(out["logits"], y, reduction="none"))
-    assert trained._guard._told == 2  # in the first two steps, then every hundred
+    assert trained._guard._conclusive == 2  # in the first two steps, then every hundred
     assert trained.steps == 6
 
 
@@ -206,7 +206,7 @@ def test_folded_outputs(fn: Callable[..., Tensor], sample: int) -> None:
     for x, _ in trained.batches(dataset(), steps=2):
         h = model(x).unflatten(0, (len(x), 4) if sample == 0 else (4, len(x)))
         trained.step(h.square().sum((1 - sample, 2)))
-    assert trained._guard._told == 2
+    assert trained._guard._conclusive == 2
 
 
 def test_nothing_is_left_behind() -> None:
@@ -295,4 +295,4 @@ def test_single_samples_prove_nothing() -> None:
     guard.watch(0)
     guard._model(torch.zeros(1, WIDTH))
     guard.check(1)
-    assert (guard._told, guard._silent) == (0, 0)
+    assert (guard._conclusive, guard._inconclusive) == (0, 0)

@@ -15,7 +15,6 @@ import persample as ps
 from persample import dp
 from persample.dp.clips import Fixed, Following
 from persample.kernels.convolution import use_costs
-from persample.reduce import reduce
 from persample.reductions.exact import ExactClippedSum, ExactSums
 from tests.dp.helpers import plan
 
@@ -26,7 +25,7 @@ def clipped(
     losses: Tensor, params: Mapping[str, Tensor], clip: ps.ClippedSum, samples: int
 ) -> tuple[Tensor, ExactSums]:
     """All sums as one vector, and how they came about."""
-    found: ExactSums = reduce(losses, params, ExactClippedSum(clip, samples), independent=True)[0]
+    found: ExactSums = ps.reduce(losses, params, ExactClippedSum(clip, samples), independent=True)[0]
     sums = {name: found.take(name) for name in params}
     return torch.cat([t.double().flatten() * found.units[n].size for n, t in sums.items() if t is not None]), found
 

@@ -8,8 +8,8 @@ from importlib.resources.abc import Traversable
 
 import torch
 
+from persample.distributed.wrappers import WRAPPER_FUNCTIONS
 from persample.graph.nodes import _strip
-from persample.graph.saved import THROUGH
 
 NODES = frozenset(_strip(name) for name in dir(torch._C._functions) if not name.startswith("__"))
 
@@ -19,7 +19,7 @@ SOME: Mapping[str, frozenset[tuple[int, int]]] = {
 }
 
 # Python nodes of DDP and FSDP2; tests/distributed/test_names.py looks them up.
-WRAPPERS = frozenset(THROUGH)
+WRAPPERS = frozenset(WRAPPER_FUNCTIONS)
 
 _READERS = {"number", "numbers", "tensor", "optional", "value", "dims"}
 

@@ -16,8 +16,10 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from persample.graph import saved
+from persample.graph.answers import LstmAnswer, Outputs
+from persample.graph.compiled import is_compiled, original_of
 from persample.graph.nodes import is_leaf, op_name
-from persample.graph.saved import is_compiled
+from persample.python_nodes import node_type_of
 from tests.graph.names import NODES, SOME, names_read
 from tests.graph.samples.leaves import c, w, z
 from tests.graph.saved_rows import ELSEWHERE, RECURRENT, SAVED, Row
@@ -83,11 +85,11 @@ def test_a_fused_lstm_takes_an_answer_for_its_backward() -> None:
     output, _ = torch.nn.LSTM(3, 4)(x.neg())
     (want,) = torch.autograd.grad(output.sum(), x, retain_graph=True)
 
-    def answer() -> saved.Outputs:
+    def answer() -> Outputs:
         return torch.ones(5, 2, 3), *[None] * 6
 
-    def give(grads: tuple[Tensor | None, ...]) -> saved.Outputs:
-        return tuple(None if g is None else saved.LstmAnswer(g, answer) for g in grads)
+    def give(grads: tuple[Tensor | None, ...]) -> Outputs:
+        return tuple(None if g is None else LstmAnswer(g, answer) for g in grads)
 
     handle = output.grad_fn.register_prehook(give)
     (answered,) = torch.autograd.grad(output.sum(), x, retain_graph=True)
@@ -101,7 +103,7 @@ def test_a_fused_lstm_takes_an_answer_for_its_backward() -> None:
 
 def test_an_answer_for_a_fused_lstm_answers_nothing_else() -> None:
     with pytest.raises(TypeError, match=r"aten\.neg"):
-        saved.LstmAnswer(torch.ones(2, 3), tuple).neg()
+        LstmAnswer(torch.ones(2, 3), tuple).neg()
 
 
 def test_saved_tensors_are_cut_off_from_their_graph() -> None:
@@ -298,13 +300,6 @@ def test_donated_buffers_can_be_switched_off() -> None:
     assert torch._functorch.config.donated_buffer is before
 
 
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
-def test_sharded_parameters_have_a_local_tensor() -> None:
-    from torch.distributed.tensor import DTensor
-
-    assert "_local_tensor" in DTensor.__slots__
-
-
 def _assert_saved(node: Node, name: str, want: Any) -> None:
     if isinstance(want, Tensor):
         found = saved.tensor(node, name)
@@ -354,6 +349,7 @@ class TestBackwardUnderWay:
     def test_the_function_of_a_node(self) -> None:
         out = self.Asks.apply(torch.ones(3, requires_grad=True), torch.ones(3), {})
         assert saved.function_of(out.grad_fn) is self.Asks
+        assert type(out.grad_fn) is node_type_of(self.Asks)
 
 
 def test_versions_are_shared_by_views_and_detached_tensors() -> None:
@@ -374,5 +370,5 @@ def test_late_hooks_of_a_parameter_are_seen() -> None:
 
 def test_a_compiled_module_shows_its_original() -> None:
     module = torch.nn.Linear(2, 2)
-    assert saved.original_of(module) is None
-    assert saved.original_of(torch.compile(module)) is module
+    assert original_of(module) is None
+    assert original_of(torch.compile(module)) is module

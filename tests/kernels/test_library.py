@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from persample.kernels.geometry import Geometry
-from persample.kernels.library import convolution, group_norm_sums, input_gradient, materialized, weight_gradient
+from persample.kernels.library import (
+    convolution,
+    group_norm_sums,
+    input_gradient,
+    is_fused_lstm_backward,
+    lays_out_fused_weights,
+    materialized,
+    weight_gradient,
+)
 from tests.forms import forms, numbers, seed
 from tests.forms import plain as copied
 
@@ -62,3 +70,10 @@ def test_plain(dtype: torch.dtype) -> None:
         assert not found.is_neg(), form
         assert torch.equal(found, t), form
         assert (found is t) == (form == "contiguous"), form
+
+
+def test_kernels_of_recurrent_layers_are_known() -> None:
+    assert is_fused_lstm_backward(torch.ops.aten.mkldnn_rnn_layer_backward.default)
+    assert not is_fused_lstm_backward(torch.ops.aten.mkldnn_rnn_layer.default)
+    assert lays_out_fused_weights(torch._cudnn_rnn_flatten_weight)
+    assert not lays_out_fused_weights(torch.lstm)

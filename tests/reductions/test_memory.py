@@ -85,8 +85,8 @@ def test_stacks_are_kept_only_within_the_limit() -> None:
         (small, 0, Dense),
     ):
         assert factor.prefers_stack(reused=True)
-        assert type(Run([ps.ClippedSum(1.0)], call_for(factor, limit))._reusable(factor)) is kind
-        assert type(Run([ps.Norms()], call_for(factor, limit))._reusable(factor)) is Outer  # asked once
+        assert type(Run([ps.ClippedSum(1.0)], call_for(factor, limit))._written_out_if_it_pays(factor)) is kind
+        assert type(Run([ps.Norms()], call_for(factor, limit))._written_out_if_it_pays(factor)) is Outer  # asked once
 
 
 def call_for(factor: Factor, limit: int) -> ps.Call:

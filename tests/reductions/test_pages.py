@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 import persample as ps
-from persample.api import empty_cache
 from persample.factors import Factor
 from persample.kernels import pages
 from persample.kernels.pages import POOL, fresh, recycled
@@ -87,7 +86,7 @@ def test_the_second_call_is_as_the_first_and_takes_no_more() -> None:
         again = clipped(net, losses)
         assert all(torch.equal(again[name], first[name]) for name in first)
     assert POOL.nbytes == size
-    empty_cache()
+    ps.empty_cache()
     assert POOL.nbytes == 0
     assert all(torch.equal(clipped(net, losses)[name], first[name]) for name in first)
 

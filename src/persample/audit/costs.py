@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from .._errors import PerformanceWarning
-from ..api import grad
 from ..shortcuts import clipped_sum, norms
 from ..testing import by_backward, definition, hides_ops
+from ..verbs import grad
 from .problem import Problem
 
 Step = Callable[[Tensor, nn.Module], Any]  # what follows the forward pass
@@ -83,7 +83,7 @@ def measure(problem: Problem, repeats: int) -> tuple[Cost, ...]:
 
 
 def _seconds(step: Step, problem: Problem) -> float:
-    """From the forward pass to letting go of the result."""
+    """Seconds from the forward pass to the release of the result."""
     start = time.perf_counter()
     step(problem.once(), problem.model)
     _wait(problem)
@@ -91,7 +91,7 @@ def _seconds(step: Step, problem: Problem) -> float:
 
 
 def _wait(problem: Problem) -> None:
-    """Other devices work on while Python has returned."""
+    """Wait for devices that work on after Python has returned."""
     if any(p.device.type != "cpu" for p in problem.model.parameters()):
         torch.accelerator.synchronize()
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +11,8 @@ from torch import Tensor, nn
 from .._errors import InteractionError
 from ..graph.custom import is_vouched_for
 from ..graph.nodes import children, op_name
-from ..graph.saved import original_of
 from ..graph.traverse import ordered
-from ..rerun import Call, compare, tolerance
+from ..rerun import CallRecorder, RecordedCall, compare_with_fewer_samples, rounding_tolerance
 from ..shortcuts import norms
 from .problem import Problem
 from .words import number
@@ -54,54 +51,43 @@ def by_graph(losses: Tensor, model: nn.Module, ops: tuple[str, ...]) -> Seen:
 
 def by_running_again(problem: Problem, batch: int) -> tuple[Seen, tuple[str, ...]]:
     """What the losses of the same samples in smaller batches show; and buffers in which the data leave a trace."""
-    found = compare(Call("", problem, (problem.inputs, problem.targets), {}), batch)
-    if found is None:
+    whole = RecordedCall("", problem, (problem.inputs, problem.targets), {})
+    comparison = compare_with_fewer_samples(whole, batch)
+    if comparison is None:
         return Seen("unknown", (), f"{problem.how} could not be run on a part of the {batch} samples"), ()
-    buffers = tuple(name.removeprefix("model.") for name in found.buffers)
-    allowed = tolerance(problem.model)
-    if found.difference <= allowed:
-        reason = f"losses change by {number(found.difference)} of the largest, {allowed:.0e} is allowed for rounding"
-        return Seen("independent", (), reason), buffers
+    buffers = tuple(name.removeprefix("model.") for name in comparison.buffers)
+    allowed, change = (
+        rounding_tolerance(problem.model),
+        f"losses change by {number(comparison.difference)} of the largest",
+    )
+    if comparison.difference <= allowed:
+        return Seen("independent", (), f"{change}, {allowed:.0e} is allowed for rounding"), buffers
     where = _innermost(problem, batch, allowed)
-    reason = f"losses change by {number(found.difference)} of the largest, because of {', '.join(where)}"
-    return Seen("interacting", where, reason), buffers
+    return Seen("interacting", where, f"{change}, because of {', '.join(where)}"), buffers
 
 
 def _innermost(problem: Problem, batch: int, allowed: float) -> tuple[str, ...]:
     """The modules whose outputs depend on the other samples, and of which no part does."""
-    found: dict[str, str] = {}
-    for call in _calls(problem):
-        seen = compare(call, batch)
-        if seen is not None and seen.difference > allowed:
-            found[call.name] = str(call)
-    inner = [text for name, text in found.items() if not any(n != name and _is_part(n, of=name) for n in found)]
+    interacting: dict[str, str] = {}
+    for call in _calls_of_modules(problem):
+        comparison = compare_with_fewer_samples(call, batch)
+        if comparison is not None and comparison.difference > allowed:
+            interacting[call.name] = str(call)
+    inner = [text for name, text in interacting.items() if not any(_is_part(other, of=name) for other in interacting)]
     return tuple(inner) or ("the loss",)
 
 
 def _is_part(name: str, of: str) -> bool:
-    return not of or name.startswith(f"{of}.")
+    return name != of and (not of or name.startswith(f"{of}."))
 
 
-def _calls(problem: Problem) -> list[Call]:
+def _calls_of_modules(problem: Problem) -> list[RecordedCall]:
     """Every call of a module during one forward pass."""
-    calls: list[Call] = []
-    with _recording(problem.model, calls), torch.no_grad():
-        problem.losses()
-    return calls
-
-
-@contextmanager
-def _recording(model: nn.Module, calls: list[Call]) -> Iterator[None]:
-    compiled = any(original_of(part) is not None for part in model.modules())
-    # Hooks inside of a compiled module would have it compiled again.
-    modules = [("", model)] if compiled else list(model.named_modules())
-
-    def recorder(name: str) -> Any:
-        return lambda module, args, kwargs: calls.append(Call(name, module, args, kwargs))
-
-    handles = [module.register_forward_pre_hook(recorder(name), with_kwargs=True) for name, module in modules]
+    recorder = CallRecorder(problem.model, inner=True)
+    recorder.start()
     try:
-        yield
+        with torch.no_grad():
+            problem.losses()
     finally:
-        for handle in handles:
-            handle.remove()
+        calls = recorder.stop()
+    return calls

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from .._errors import PerformanceWarning
-from ..api import empty_cache
+from ..kernels.pages import empty_cache
 from .costs import STEPS, Step
 from .errors import AuditError
 from .problem import Problem
@@ -42,12 +42,12 @@ def peaks(spec: str, *, batch_size: int | None, seed: int) -> dict[str, int]:
         if done.returncode or not out.exists():
             last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
             raise AuditError(f"memory could not be measured in a process of its own: {last}")
-        found: dict[str, int] = json.loads(out.read_text())
-    return found
+        bytes_by_step: dict[str, int] = json.loads(out.read_text())
+    return bytes_by_step
 
 
 def child() -> None:
-    """What the process of its own runs."""
+    """Measure in a process of its own, and write the result to a file."""
     options, out = json.loads(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(options.pop("threads"))
     out.write_text(json.dumps(_measured(load(options.pop("spec"), **options))))
@@ -55,14 +55,14 @@ def child() -> None:
 
 def _measured(problem: Problem) -> dict[str, int]:
     _return_freed_memory()
-    found: dict[str, int] = {}
+    bytes_by_step: dict[str, int] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PerformanceWarning)
         for name, step in STEPS.items():
             step(problem.once(), problem.model)  # loads the code of every kernel, which is not what is asked
-            held, found[name] = _step(problem, step)
-            found["forward"] = max(found.get("forward", 0), held)
-    return found
+            held, bytes_by_step[name] = _step(problem, step)
+            bytes_by_step["forward"] = max(bytes_by_step.get("forward", 0), held)
+    return bytes_by_step
 
 
 def _step(problem: Problem, step: Step) -> tuple[int, int]:

@@ -49,7 +49,7 @@ class Decoder(nn.Module):
         self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Of tokens (B, T) the mean loss of every sequence, (B,)."""
+        """The mean loss of every sequence, (B,), from tokens (B, T)."""
         T = ids.shape[1] - 1
         mask = nn.Transformer.generate_square_subsequent_mask(T, device=ids.device)
         h = self.token(ids[:, :-1]) + self.position(torch.arange(T, device=ids.device))
@@ -72,7 +72,7 @@ class LastOutput(nn.Module):
         self.head = nn.Linear(width, classes)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Of tokens (B, T) the scores (B, classes)."""
+        """Scores (B, classes) from tokens (B, T)."""
         return self.head(self.lstm(self.token(ids))[0][:, -1])  # type: ignore[no-any-return]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..expanded.trees import tree_map
+from ..trees import tree_map
 from .errors import AuditError, in_words
 
 Loss = Callable[..., Tensor]
@@ -76,7 +76,7 @@ class Problem(nn.Module):
         return self(self.inputs, self.targets)  # type: ignore[no-any-return]
 
     def moved(self, device: torch.device) -> Problem:
-        """Everything on a device."""
+        """Move model, inputs and targets to a device."""
         self.to(device)
         self.inputs, self.targets = (
             tree_map(lambda leaf: leaf.to(device) if hasattr(leaf, "to") and leaf is not None else leaf, tree)
@@ -86,7 +86,7 @@ class Problem(nn.Module):
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
-        """Buffers and random generators are as before afterwards."""
+        """A context after which buffers and random generators are restored."""
         before = {name: b.clone() for name, b in self.named_buffers()}
         try:
             with seeded(self.seed):
@@ -100,7 +100,7 @@ class Problem(nn.Module):
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Random numbers from a seed; generators are as before afterwards."""
+    """A context with random numbers from a seed, after which generators are restored."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)

@@ -108,7 +108,7 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """One line."""
+        """The result in one line."""
         return EXIT_CODES[self.exit_code]
 
     def coverage(self) -> dict[str, int]:
@@ -118,7 +118,7 @@ class Report:
 
     @property
     def covered(self) -> str:
-        """The same in words."""
+        """How many parameters are handled in which way, in words."""
         kinds = ", ".join(f"{count} {_KINDS[kind]}" for kind, count in self.coverage().items())
         return kinds + (f"; {self.frozen} frozen, left out" if self.frozen else "")
 
@@ -126,9 +126,9 @@ class Report:
         """Everything in plain values; numbers that are not finite are strings, as JSON has none."""
         derived = ("works", "exact", "independent", "max_error", "exit_code", "verdict")
         more = [{"kind": p.kind} for p in self.parameters]
-        found = {**{name: getattr(self, name) for name in derived}, **asdict(self), "coverage": self.coverage()}
-        found["parameters"] = [{**p, **extra} for p, extra in zip(found["parameters"], more, strict=True)]
-        return _plain(found)  # type: ignore[no-any-return]
+        values = {**{name: getattr(self, name) for name in derived}, **asdict(self), "coverage": self.coverage()}
+        values["parameters"] = [{**p, **extra} for p, extra in zip(values["parameters"], more, strict=True)]
+        return _plain(values)  # type: ignore[no-any-return]
 
     def __str__(self) -> str:
         rows = [(p.name, str(p.shape), ", ".join(p.handled), number(p.error), mark(p.ok)) for p in self.parameters]

@@ -86,7 +86,7 @@ def audit_spec(
     memory: bool = True,
     progress: Progress | None = None,
 ) -> Report:
-    """The same for what ``package.module:factory`` or ``file.py:factory`` makes.
+    """Audit what ``package.module:factory`` or ``file.py:factory`` makes.
 
     >>> from persample.audit import audit_spec
     >>> audit_spec("persample.audit.models:mlp", batch_size=4, repeats=1, memory=False).ok
@@ -156,7 +156,7 @@ def _audit(problem: Problem, name: str, repeats: int, tolerance: float | None, t
 
 
 def _check_room(stack_bytes: int, batch: int, device: torch.device) -> None:
-    """All gradients are written out twice and compared in double precision: say so before memory runs out."""
+    """Refuse a comparison for which memory would run out: gradients are written out twice, in double precision."""
     free = None
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
@@ -200,13 +200,13 @@ def _parameters(
         how = "refused" if row.handling.startswith("refused") else row.handling
         handled.setdefault(row.parameter, {})[how] = None
     compared = {row.name: row for row in comparison.rows} if comparison is not None else {}
-    found = []
+    parameters = []
     for name, p in model.named_parameters():
         if p.requires_grad:
             one = Parameter(name, tuple(p.shape), tuple(handled.get(name, ["refused"])))
             seen = compared.get(name)
-            found.append(replace(one, error=seen.error, magnitude=seen.magnitude, ok=seen.ok) if seen else one)
-    return tuple(found)
+            parameters.append(replace(one, error=seen.error, magnitude=seen.magnitude, ok=seen.ok) if seen else one)
+    return tuple(parameters)
 
 
 def _notes(comparison: Comparison | None, explanation: Explanation | None, buffers: tuple[str, ...]) -> tuple[str, ...]:
@@ -226,8 +226,8 @@ def _with_memory(report: Report, problem: Problem, spec: str, batch_size: int | 
             report, notes=(*report.notes, f"memory was not measured: it is on the CPU only, not on {device}")
         )
     try:
-        found = peaks(spec, batch_size=batch_size, seed=seed)
+        bytes_by_step = peaks(spec, batch_size=batch_size, seed=seed)
     except AuditError as error:
         return replace(report, notes=(*report.notes, str(error)))
-    costs = tuple(replace(cost, bytes_above=found.get(cost.name)) for cost in report.costs)
-    return replace(report, costs=costs, activations=found["forward"])
+    costs = tuple(replace(cost, bytes_above=bytes_by_step.get(cost.name)) for cost in report.costs)
+    return replace(report, costs=costs, activations=bytes_by_step["forward"])

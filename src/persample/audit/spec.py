@@ -39,14 +39,14 @@ def load(spec: str, *, batch_size: int | None = None, seed: int = 0, device: str
 
 
 def _made(spec: str, batch_size: int | None, seed: int) -> Problem:
-    found = _find(spec)
-    if not isinstance(found, ModuleType):
-        return _read(_call(found, spec, batch_size), f"{spec}()", seed)
+    target = _find(spec)
+    if not isinstance(target, ModuleType):
+        return _read(_call(target, spec, batch_size), f"{spec}()", seed)
     if batch_size is not None:
         raise AuditError(
             f"{spec} has no factory to be told a batch size of {batch_size}: write one, or change it there"
         )
-    return _read({key: getattr(found, key) for key in (*_KEYS, "batch") if hasattr(found, key)}, spec, seed)
+    return _read({key: getattr(target, key) for key in (*_KEYS, "batch") if hasattr(target, key)}, spec, seed)
 
 
 def _device(name: str | None) -> torch.device | None:
@@ -93,14 +93,14 @@ def _from_file(head: str) -> ModuleType:
     if path.is_dir() or path.suffix != ".py":
         raise AuditError(f"{head} is {'a directory' if path.is_dir() else 'no Python file'}: give a .py file")
     name = f"_audited_{re.sub(r'[^0-9a-zA-Z_]', '_', path.stem)}"
-    found = importlib.util.spec_from_file_location(name, path)
-    assert found is not None
-    assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
+    module_spec = importlib.util.spec_from_file_location(name, path)
+    assert module_spec is not None
+    assert module_spec.loader is not None
+    module = importlib.util.module_from_spec(module_spec)
     sys.modules[name] = module
     _search(path.resolve().parent)
     try:
-        found.loader.exec_module(module)
+        module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         raise AuditError(f"running {head} raised {in_words(error)}") from error
     return module
@@ -122,18 +122,18 @@ def _from_module(head: str) -> ModuleType:
 
 
 def _search(folder: Path) -> None:
-    """Modules beside the file, or in the current directory, are found as `python file.py` finds them."""
+    """Let modules in a folder be imported, as `python file.py` does for those beside the file."""
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
 
 def _attribute(module: ModuleType, name: str, head: str) -> Any:
-    found: Any = module
+    value: Any = module
     for part in name.split("."):
-        if not hasattr(found, part):
+        if not hasattr(value, part):
             raise AuditError(f"{head} has no {name!r}.{_candidates(module, name)}")
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
 def _candidates(module: ModuleType, name: str) -> str:
@@ -157,11 +157,7 @@ def _call(factory: Any, spec: str, batch_size: int | None) -> Any:
     if batch_size is not None and takes is not None and "batch_size" not in takes:
         raise AuditError(f"{spec} takes no argument batch_size, so it cannot be told {batch_size}: give it one")
     given = {} if batch_size is None else {"batch_size": batch_size}
-    needed = [
-        p.name
-        for p in (takes or {}).values()
-        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name not in given
-    ]
+    needed = [name for name in _required(takes or {}) if name not in given]
     if needed:
         what = "--batch-size" if needed == ["batch_size"] else "nothing but batch_size is ever given"
         raise AuditError(f"{spec} needs arguments {', '.join(needed)}: {what}, so give them defaults")
@@ -169,6 +165,12 @@ def _call(factory: Any, spec: str, batch_size: int | None) -> Any:
         return factory(**given)
     except (Exception, SystemExit) as error:
         raise AuditError(f"{spec}() raised {in_words(error)}") from error
+
+
+def _required(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
+    """The names of arguments that have no default."""
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters.values() if p.default is p.empty and p.kind not in optional]
 
 
 def _parameters(factory: Any) -> Mapping[str, inspect.Parameter] | None:
@@ -179,7 +181,7 @@ def _parameters(factory: Any) -> Mapping[str, inspect.Parameter] | None:
 
 
 def _read(made: Any, what: str, seed: int) -> Problem:
-    """The accepted forms."""
+    """A problem from what a factory has returned, in any of the accepted forms."""
     if isinstance(made, Mapping):
         parts = dict(made)
         if "batch" in parts and "inputs" not in parts:

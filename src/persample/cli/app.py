@@ -62,11 +62,11 @@ def run(argv: Sequence[str]) -> None:
 
 def _with_stdout(argv: Sequence[str]) -> list[str]:
     """A ``--json`` that no name of a file follows means stdout."""
-    found = list(argv)
+    arguments = list(argv)
     for i, word in enumerate(argv):
         if word == "--json" and not (i + 1 < len(argv) and (argv[i + 1].endswith(".json") or argv[i + 1] == STDOUT)):
-            found[i] = f"--json={STDOUT}"
-    return found
+            arguments[i] = f"--json={STDOUT}"
+    return arguments
 
 
 def _print_version(wanted: bool) -> None:
@@ -159,14 +159,14 @@ def bench(
     if threads is not None:
         torch.set_num_threads(threads)
     try:
-        found = bench_all(specs or (), batch_size=batch_size, device=device, repeats=repeats, seed=seed, quiet=quiet)
+        timings = bench_all(specs or (), batch_size=batch_size, device=device, repeats=repeats, seed=seed, quiet=quiet)
     except AuditError as error:
         fail("bench", error)
     if json is not None:
-        data: dict[str, Any] = {"models": [one.as_dict() for one in found], "environment": facts()}
+        data: dict[str, Any] = {"models": [one.as_dict() for one in timings], "environment": facts()}
         write_json(data, json)
     if json != STDOUT:
-        Console().print(bench_table(found))
+        Console().print(bench_table(timings))
 
 
 @app.command()

@@ -32,7 +32,7 @@ def bench_all(
     specs: Sequence[str], *, batch_size: int | None, device: str | None, repeats: int, seed: int, quiet: bool
 ) -> list[Timed]:
     """Every SPEC or built-in model; all built-in ones if none is given."""
-    found = []
+    timings = []
     names = specs or MODELS
     with working(len(names), quiet=quiet) as tell:
         for name in names:
@@ -41,5 +41,5 @@ def bench_all(
             problem = load(spec, batch_size=batch_size, seed=seed, device=device)
             batch = len(first_losses(problem))
             trained = sum(p.numel() for p in problem.model.parameters() if p.requires_grad)
-            found.append(Timed(name, batch, trained, measure(problem, repeats)))
-    return found
+            timings.append(Timed(name, batch, trained, measure(problem, repeats)))
+    return timings

@@ -40,8 +40,8 @@ def _cpu() -> str:
 
 
 def _accelerators() -> list[str]:
-    found = [f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(torch.cuda.device_count())]
-    return [*found, *(["mps"] if torch.backends.mps.is_available() else [])]
+    gpus = [f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(torch.cuda.device_count())]
+    return [*gpus, *(["mps"] if torch.backends.mps.is_available() else [])]
 
 
 def _version(name: str) -> str | None:

@@ -27,7 +27,7 @@ def fail(command: str, message: object) -> NoReturn:
 
 
 def check_writable(command: str, *paths: str | None) -> None:
-    """Found out before the work, not after it."""
+    """Complain about a file that cannot be written before the work is done, not after it."""
     for path in paths:
         if path is None or path == STDOUT:
             continue
@@ -39,7 +39,7 @@ def check_writable(command: str, *paths: str | None) -> None:
 
 
 def write_json(data: Any, path: str) -> None:
-    """To a file, or to stdout for ``-``."""
+    """Write JSON to a file, or to stdout for ``-``."""
     text = json.dumps(data, indent=2, ensure_ascii=False)
     if path == STDOUT:
         print(text)

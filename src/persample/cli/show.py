@@ -33,7 +33,7 @@ def show(report: Report, console: Console, *, all_parameters: bool) -> None:
 
 
 def verdict(report: Report, console: Console) -> None:
-    """One line."""
+    """Print the verdict, in one line."""
     style = "bold green" if report.ok else "bold red" if report.exit_code != 5 else "bold yellow"
     console.print(Text(report.verdict, style), Text(f"(exit code {report.exit_code})", "dim"))
 

@@ -22,25 +22,25 @@ def table(*columns: str, right: Sequence[str] = ()) -> Table:
     return made
 
 
-def bench_table(found: Sequence[Timed]) -> Table:
+def bench_table(timings: Sequence[Timed]) -> Table:
     """One row per model: a plain step in milliseconds, everything else relative to it."""
     names = [name for name in STEPS if name != PLAIN]
     figures = ("batch", "parameters", PLAIN, *names, "loop")
     made = table("model", *figures, right=figures)
     made.caption = "relative to a plain step (forward pass and backward); loop: one backward per sample"
-    for one in found:
+    for one in timings:
         costs = {cost.name: cost for cost in one.costs}
         ratios = [f"{costs[name].ratio:.2f}" for name in [*names, LOOP]]
         made.add_row(escape(one.name), str(one.batch), f"{one.parameters:,}", milliseconds(costs[PLAIN].ms), *ratios)
     return made
 
 
-def facts_table(found: Mapping[str, Any]) -> Table:
+def facts_table(facts: Mapping[str, Any]) -> Table:
     """One row per fact."""
     made = Table(box=None, pad_edge=False, show_header=False)
     made.add_column(style="bold")
     made.add_column(overflow="fold")
-    for key, value in found.items():
+    for key, value in facts.items():
         if isinstance(value, Mapping):
             shown = ", ".join(f"{name} {version or 'not installed'}" for name, version in value.items())
         else:

@@ -20,68 +20,69 @@ from .training import train_step
 from .verify import verify
 
 
-def summary(found: Findings) -> str:
+def summary(findings: Findings) -> str:
     """The figures to remember."""
-    at = _at_flips(found, "influence")
-    epsilon, (private, _, _) = list(found.private_accuracy.items())[-1]
+    at = _at_flips(findings, "influence")
+    epsilon, (private, _, _) = list(findings.private_accuracy.items())[-1]
     return cards(
         [
-            (f"{at:.0%}", f"of the {found.flips} most suspicious labels are wrong; by chance {found.chance:.0%}"),
+            (f"{at:.0%}", f"of the {findings.flips} most suspicious labels are wrong; by chance {findings.chance:.0%}"),
             (f"{private:.1%}", f"test accuracy with privacy, epsilon {epsilon:g}"),
-            (f"{found.trained.accuracy:.1%}", "test accuracy without"),
-            ("exact" if found.verdict.ok else "WRONG", f"largest error {found.verdict.gradients.max_error:.0e}"),
+            (f"{findings.trained.accuracy:.1%}", "test accuracy without"),
+            ("exact" if findings.verdict.ok else "WRONG", f"largest error {findings.verdict.gradients.max_error:.0e}"),
         ]
     )
 
 
-def wrong_labels(found: Findings) -> str:
+def wrong_labels(findings: Findings) -> str:
     """Part (a): ranking examples by their gradients."""
     return section(
         "labels",
         "Finding wrong labels",
         paragraph(
-            f"""{found.flips} of {len(found.digits.x)} training labels ({found.chance:.1%}) were replaced
+            f"""{findings.flips} of {len(findings.digits.x)} training labels ({findings.chance:.1%}) were replaced
             by wrong ones, and a small CNN was trained on all of them. It was not told which. After each of
-            {len(found.trained.history)} epochs, the gradient g of every single example was looked at, and examples were
-            ranked by what it says, the most suspicious first:"""
+            {len(findings.trained.history)} epochs, the gradient g of every single example was looked at, and examples
+            were ranked by what it says, the most suspicious first:"""
         ),
-        listing((score.title, score.what) for score in found.scores.values()),
-        _precisions(found),
+        listing((score.title, score.what) for score in findings.scores.values()),
+        _precisions(findings),
         paragraph(
             f"""Precision at k is the share of flipped labels among the first k. The last score is for comparison:
-            the mean loss needs no single gradients, and finds {_at_flips(found, "loss"):.1%} at k = {found.flips} where
-            self-influence finds {_at_flips(found, "influence"):.1%}."""
+            the mean loss needs no single gradients, and finds {_at_flips(findings, "loss"):.1%} at
+            k = {findings.flips} where self-influence finds {_at_flips(findings, "influence"):.1%}."""
         ),
         '<div class="plots">',
         figure(
-            plots.precision_curves(found),
-            f"Precision at k for every score, up to k = {3 * found.flips}; the values are in the table above.",
-            f"Share of flipped labels among the k most suspicious examples. There are only {found.flips} to be found.",
+            plots.precision_curves(findings),
+            f"Precision at k for every score, up to k = {3 * findings.flips}; the values are in the table above.",
+            f"Share of flipped labels among the k most suspicious examples. "
+            f"There are only {findings.flips} to be found.",
         ),
         figure(
-            plots.norms_over_training(found),
-            "Median gradient norm after every epoch: " + _first_and_last(found),
+            plots.norms_over_training(findings),
+            "Median gradient norm after every epoch: " + _first_and_last(findings),
             "Norms of single gradients over training: median, and the middle half as a band.",
         ),
         "</div>",
-        *_galleries(found),
+        *_galleries(findings),
         "<h3>The code</h3>",
         code(look, mean_cosine, scores),
     )
 
 
-def _at_flips(found: Findings, name: str) -> float:
-    return precision(found.scores[name].order, found.digits.flipped, found.flips)
+def _at_flips(findings: Findings, name: str) -> float:
+    return precision(findings.scores[name].order, findings.digits.flipped, findings.flips)
 
 
-def _precisions(found: Findings) -> str:
-    rows = [(score.title, *(f"{p:.0%}" for p in found.precisions(name))) for name, score in found.scores.items()]
-    chance = ("chance", *(f"{found.chance:.0%}" for _ in found.depths))
-    return table("Precision at k", ["score", *(f"k = {k}" for k in found.depths)], [*rows, chance])
+def _precisions(findings: Findings) -> str:
+    rows = [(score.title, *(f"{p:.0%}" for p in findings.precisions(name))) for name, score in findings.scores.items()]
+    chance = ("chance", *(f"{findings.chance:.0%}" for _ in findings.depths))
+    return table("Precision at k", ["score", *(f"k = {k}" for k in findings.depths)], [*rows, chance])
 
 
-def _first_and_last(found: Findings) -> str:
-    flipped, history = found.digits.flipped, found.trained.history
+def _first_and_last(findings: Findings) -> str:
+    flipped, history = findings.digits.flipped, findings.trained.history
     first, last = (
         f"{e.norms[flipped].median():.2g} for flipped labels and {e.norms[~flipped].median():.2g} for all others"
         for e in (history[0], history[-1])
@@ -89,40 +90,42 @@ def _first_and_last(found: Findings) -> str:
     return f"{first} after the first epoch, {last} after the last."
 
 
-def _galleries(found: Findings) -> list[str]:
+def _galleries(findings: Findings) -> list[str]:
     """The most suspicious by each score, and where the ranking goes wrong."""
-    shown, flipped = found.settings.shown, found.digits.flipped
-    by_gradients = {name: score for name, score in found.scores.items() if score.gradients}
+    shown, flipped = findings.settings.shown, findings.digits.flipped
+    by_gradients = {name: score for name, score in findings.scores.items() if score.gradients}
     tops = [
-        gallery(f"Most suspicious by {score.title}", [_thumbnail(found, i) for i in score.order[:shown].tolist()])
+        gallery(f"Most suspicious by {score.title}", [_thumbnail(findings, i) for i in score.order[:shown].tolist()])
         for score in by_gradients.values()
     ]
-    order = found.scores["influence"].order
-    alarms = order[: found.flips][~flipped[order[: found.flips]]][:shown].tolist()
-    missed = order[found.flips :][flipped[order[found.flips :]]][:shown].tolist()
+    order = findings.scores["influence"].order
+    alarms = order[: findings.flips][~flipped[order[: findings.flips]]][:shown].tolist()
+    missed = order[findings.flips :][flipped[order[findings.flips :]]][:shown].tolist()
     return [
         *tops,
-        gallery(f"False alarms: among the first {found.flips} by self-influence, and not flipped", _all(found, alarms)),
-        gallery(f"Missed: flipped, and not among the first {found.flips} by self-influence", _all(found, missed)),
+        gallery(
+            f"False alarms: among the first {findings.flips} by self-influence, and not flipped", _all(findings, alarms)
+        ),
+        gallery(f"Missed: flipped, and not among the first {findings.flips} by self-influence", _all(findings, missed)),
     ]
 
 
-def _all(found: Findings, examples: list[int]) -> list[str]:
-    return [_thumbnail(found, i) for i in examples] or ["<li>none</li>"]
+def _all(findings: Findings, examples: list[int]) -> list[str]:
+    return [_thumbnail(findings, i) for i in examples] or ["<li>none</li>"]
 
 
-def _thumbnail(found: Findings, i: int) -> str:
-    given, true, guess = (int(t[i]) for t in (found.digits.y, found.digits.true, found.trained.predicted))
+def _thumbnail(findings: Findings, i: int) -> str:
+    given, true, guess = (int(t[i]) for t in (findings.digits.y, findings.digits.true, findings.trained.predicted))
     lines = [f"given {given}", f"true {true}", f"model {guess}"]
     alt = f"A handwritten {true}, labelled {given}"
-    return thumbnail(found.digits.x[i, 0], alt, lines, "flipped" if given != true else "")
+    return thumbnail(findings.digits.x[i, 0], alt, lines, "flipped" if given != true else "")
 
 
-def private(found: Findings) -> str:
+def private(findings: Findings) -> str:
     """Part (b): accuracy against epsilon."""
-    s = found.settings
-    rows = [_private_row(found, epsilon) for epsilon in s.epsilons]
-    rows.append(("∞", f"{found.trained.accuracy:.1%}", "", "0", "0%", "∞"))
+    s = findings.settings
+    rows = [_private_row(findings, epsilon) for epsilon in s.epsilons]
+    rows.append(("∞", f"{findings.trained.accuracy:.1%}", "", "0", "0%", "∞"))
     return section(
         "private",
         "Training privately",
@@ -131,14 +134,15 @@ def private(found: Findings) -> str:
             gradient is clipped to norm {s.max_norm:g}, and the sum gets noise. Each epsilon has {s.repeats} runs of its
             own, with other weights, batches and noise, planned for {s.private_epochs} epochs of Poisson batches of
             {s.private_batch} on average at delta {s.delta:g} ({s.accountant.upper()} accountant). Accuracy is that on
-            {len(found.digits.test_y)} test images: the mean of the runs, the lowest and the highest. Learning rate and
-            bound were chosen by hand on this dataset, which a real accounting would have to include. In the table,
+            {len(findings.digits.test_y)} test images: the mean of the runs, the lowest and the highest. Learning rate
+            and bound were chosen by hand on this dataset, which a real accounting would have to include. In the table,
             noise is the noise multiplier, clipped the mean share of samples that were, and the last row the ordinary
-            training. {len(found.digits.x)} examples are few for privacy: noise that hides each of them hides much."""
+            training. {len(findings.digits.x)} examples are few for privacy: noise that hides each of them hides
+            much."""
         ),
         '<div class="plots">',
         figure(
-            plots.accuracy_against_epsilon(found),
+            plots.accuracy_against_epsilon(findings),
             "Test accuracy of the private runs against epsilon; the values are in the table.",
             "Test accuracy against epsilon.",
         ),
@@ -149,9 +153,9 @@ def private(found: Findings) -> str:
     )
 
 
-def _private_row(found: Findings, epsilon: float) -> tuple[str, ...]:
-    runs = [run for run in found.private if run.epsilon == epsilon]
-    mean, low, high = found.private_accuracy[epsilon]
+def _private_row(findings: Findings, epsilon: float) -> tuple[str, ...]:
+    runs = [run for run in findings.private if run.epsilon == epsilon]
+    mean, low, high = findings.private_accuracy[epsilon]
     clipped, spent = sum(run.clipped for run in runs) / len(runs), max(run.spent for run in runs)
     noise = runs[0].noise_multiplier
     return (
@@ -164,9 +168,9 @@ def _private_row(found: Findings, epsilon: float) -> tuple[str, ...]:
     )
 
 
-def noise(found: Findings) -> str:
+def noise(findings: Findings) -> str:
     """Part (c): gradient noise scale."""
-    t, s = found.trained, found.settings
+    t, s = findings.trained, findings.settings
     unknown = sum(math.isnan(v) for v in t.estimated)
     gaps = (
         f" In {unknown} of {len(t.estimated)} epochs the batches' estimate of |G|² was not positive: noise hides the "
@@ -184,7 +188,7 @@ def noise(found: Findings) -> str:
         ),
         '<div class="plots">',
         figure(
-            plots.noise_over_training(found),
+            plots.noise_over_training(findings),
             f"From all gradients: {t.exact[0]:.0f} samples after the first epoch, {t.exact[-1]:.0f} after the last.",
             f"From all training gradients, and from batches of {s.batch} alone." + (gaps if unknown else ""),
         ),
@@ -203,9 +207,9 @@ def _samples(scale: float) -> str:
     return "unknown" if math.isnan(scale) else f"{scale:,.0f}"
 
 
-def checked(found: Findings) -> str:
+def checked(findings: Findings) -> str:
     """Part (d): against the definition."""
-    report, wrong = found.verdict.gradients, not found.verdict.ok
+    report, wrong = findings.verdict.gradients, not findings.verdict.ok
     said = "Something is WRONG: see the tables." if wrong else "All agree, up to rounding in float32."
     return section(
         "check",
@@ -224,7 +228,7 @@ def checked(found: Findings) -> str:
         table(
             "Reductions",
             ["reduction", "relative error"],
-            [(n, f"{e:.1e}") for n, e in found.verdict.reductions.items()],
+            [(n, f"{e:.1e}") for n, e in findings.verdict.reductions.items()],
         ),
         "</div>",
         "<h3>The code</h3>",
@@ -232,7 +236,7 @@ def checked(found: Findings) -> str:
     )
 
 
-def made(found: Findings) -> str:
+def made(findings: Findings) -> str:
     """Versions, seed, settings and times."""
     versions = {
         "persample": persample.__version__,
@@ -240,9 +244,9 @@ def made(found: Findings) -> str:
         **{name: version(name) for name in ("scikit-learn", "dp-accounting", "matplotlib")},
         "Python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}, {torch.get_num_threads()} threads",
-        "seed": str(found.seed),
+        "seed": str(findings.seed),
     }
-    chosen = {f.name: str(getattr(found.settings, f.name)) for f in fields(found.settings)}
+    chosen = {f.name: str(getattr(findings.settings, f.name)) for f in fields(findings.settings)}
     return section(
         "made",
         "How this page was made",
@@ -251,7 +255,7 @@ def made(found: Findings) -> str:
             same seed, versions and machine give the same figures, but for the times."""
         ),
         '<div class="plots">',
-        table("Time of each part", ["part", "seconds"], [(n, f"{t:.1f}") for n, t in found.seconds.items()]),
+        table("Time of each part", ["part", "seconds"], [(n, f"{t:.1f}") for n, t in findings.seconds.items()]),
         table("Versions", ["what", "which"], list(versions.items())),
         table("Settings", ["setting", "value"], list(chosen.items())),
         "</div>",

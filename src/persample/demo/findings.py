@@ -1,4 +1,4 @@
-"""All that a run has found: what the report is made from."""
+"""The results of a run, from which the report is made."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def moments(norms: Tensor, mean: Mapping[str, Tensor], population: int) -> Momen
     return Moments(trace, square - trace * (1 / n - 1 / population))
 
 
-def noise_scale(found: Sequence[Moments]) -> float:
+def noise_scale(moments: Sequence[Moments]) -> float:
     """The ratio of the mean moments, not the mean ratio, which would be biased; NaN where noise hides the gradient."""
-    trace, square = (sum(values) / len(found) for values in zip(*found, strict=True))
+    trace, square = (sum(values) / len(moments) for values in zip(*moments, strict=True))
     return trace / square if square > 0 else math.nan

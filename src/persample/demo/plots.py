@@ -78,10 +78,10 @@ def for_page(svg: str, name: str) -> str:
     return svg
 
 
-def norms_over_training(found: Findings) -> str:
+def norms_over_training(findings: Findings) -> str:
     """Median and middle half of the gradients' norms after every epoch, flipped labels and others."""
-    norms = torch.stack([evidence.norms for evidence in found.trained.history])
-    flipped = found.digits.flipped
+    norms = torch.stack([evidence.norms for evidence in findings.trained.history])
+    flipped = findings.digits.flipped
     with drawing("norms", "epoch", "gradient norm") as drawn:
         for k, (label, rows) in enumerate((("flipped labels", flipped), ("all others", ~flipped))):
             _band(drawn.axes, norms[:, rows], label, k)
@@ -111,32 +111,32 @@ def _band(axes: Axes, values: Tensor, label: str, k: int) -> None:
     axes.plot(epochs, middle, LINES[k], marker=MARKERS[k], markersize=4, color=SERIES[k], label=label)
 
 
-def precision_curves(found: Findings) -> str:
+def precision_curves(findings: Findings) -> str:
     """Precision against the length of the list, for every score."""
-    depths = list(range(1, 3 * found.flips + 1))
+    depths = list(range(1, 3 * findings.flips + 1))
     with drawing("precision", "k, examples looked at", "share of them with a flipped label") as drawn:
         axes = drawn.axes
-        for k, score in enumerate(found.scores.values()):
-            shares = [precision(score.order, found.digits.flipped, depth) for depth in depths]
+        for k, score in enumerate(findings.scores.values()):
+            shares = [precision(score.order, findings.digits.flipped, depth) for depth in depths]
             axes.plot(depths, shares, LINES[k], color=SERIES[k], label=score.title)
-        best = [min(1.0, found.flips / depth) for depth in depths]
+        best = [min(1.0, findings.flips / depth) for depth in depths]
         axes.plot(depths, best, color=INK, linewidth=0.8, label="the best possible")
-        axes.axhline(found.chance, color=INK, linewidth=0.8, linestyle=":", label="chance")
+        axes.axhline(findings.chance, color=INK, linewidth=0.8, linestyle=":", label="chance")
         axes.set_ylim(0, 1.02)
         axes.yaxis.set_major_formatter(PercentFormatter(1))
         axes.legend(loc="lower left", bbox_to_anchor=(0, 0.05))
     return drawn.svg
 
 
-def accuracy_against_epsilon(found: Findings) -> str:
+def accuracy_against_epsilon(findings: Findings) -> str:
     """A point for every private run, and a line through their means."""
-    epsilons, means = list(found.settings.epsilons), [mean for mean, _, _ in found.private_accuracy.values()]
+    epsilons, means = list(findings.settings.epsilons), [mean for mean, _, _ in findings.private_accuracy.values()]
     with drawing("private", "epsilon", "test accuracy") as drawn:
         axes = drawn.axes
         axes.plot(epsilons, means, color=SERIES[0], label="private, mean")
-        points = [(run.epsilon, run.accuracy) for run in found.private]
+        points = [(run.epsilon, run.accuracy) for run in findings.private]
         axes.plot(*zip(*points, strict=True), "o", markersize=4, color=SERIES[0], label="private, each run")
-        axes.axhline(found.trained.accuracy, color=SERIES[1], linestyle="--", label="without privacy")
+        axes.axhline(findings.trained.accuracy, color=SERIES[1], linestyle="--", label="without privacy")
         axes.set_xscale("log")
         axes.set_xticks(epsilons, [f"{epsilon:g}" for epsilon in epsilons])
         axes.minorticks_off()
@@ -146,18 +146,18 @@ def accuracy_against_epsilon(found: Findings) -> str:
     return drawn.svg
 
 
-def noise_over_training(found: Findings) -> str:
+def noise_over_training(findings: Findings) -> str:
     """The noise scale from all training gradients, and as it is estimated from batches alone."""
-    epochs: Sequence[int] = range(1, len(found.trained.exact) + 1)
+    epochs: Sequence[int] = range(1, len(findings.trained.exact) + 1)
     with drawing("noise", "epoch", "gradient noise scale, samples") as drawn:
         axes = drawn.axes
         lines = [
-            (found.trained.exact, "o-", "all gradients, end of epoch"),
-            (found.trained.estimated, "s--", "batches of the epoch"),
+            (findings.trained.exact, "o-", "all gradients, end of epoch"),
+            (findings.trained.estimated, "s--", "batches of the epoch"),
         ]
         for (values, style, label), color in zip(lines, SERIES, strict=False):
             axes.plot(epochs, values, style, markersize=4, color=color, label=label)
-        axes.axhline(found.settings.batch, color=INK, linewidth=0.8, linestyle=":", label="batch size")
+        axes.axhline(findings.settings.batch, color=INK, linewidth=0.8, linestyle=":", label="batch size")
         _logarithmic(axes)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         _legend(axes)

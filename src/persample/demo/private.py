@@ -1,4 +1,4 @@
-"""The same model, trained with differential privacy."""
+"""The model of the demo, trained with differential privacy."""
 
 from __future__ import annotations
 

@@ -9,12 +9,12 @@ from .chapters import checked, made, noise, private, summary, wrong_labels
 from .findings import Findings
 
 
-def render(found: Findings) -> str:
+def render(findings: Findings) -> str:
     """The page as text."""
     here = files(__package__)
-    chapters = [wrong_labels(found), private(found), noise(found), checked(found), made(found)]
+    chapters = [wrong_labels(findings), private(findings), noise(findings), checked(findings), made(findings)]
     return Template((here / "page.html").read_text(encoding="utf-8")).substitute(
         style=(here / "page.css").read_text(encoding="utf-8"),
-        summary=summary(found),
+        summary=summary(findings),
         body="\n\n".join(chapters),
     )

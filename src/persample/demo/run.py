@@ -24,11 +24,11 @@ def run(settings: Settings, seed: int, out: Path) -> int:
     """Do everything, write the report, and say where it is; 1 if something differs from the definition."""
     console = Console()
     parts = Parts(console)
-    found = find(settings, seed, parts)
-    out.write_text(render(found), encoding="utf-8")
-    summarise(found, console)
+    findings = find(settings, seed, parts)
+    out.write_text(render(findings), encoding="utf-8")
+    summarise(findings, console)
     console.print(f"report: {out.resolve()}", soft_wrap=True, highlight=False)
-    return 0 if found.verdict.ok else 1
+    return 0 if findings.verdict.ok else 1
 
 
 def find(settings: Settings, seed: int, parts: Parts) -> Findings:
@@ -72,25 +72,26 @@ def train_for_each_epsilon(digits: Digits, settings: Settings, seed: int, parts:
         return [run_privately(epsilon, digits, settings, its_seed, advance) for epsilon, its_seed in wanted]
 
 
-def summarise(found: Findings, console: Console) -> None:
+def summarise(findings: Findings, console: Console) -> None:
     """The main figures, in the terminal."""
     table = Table(
-        title=f"Precision at k: {found.flips} flipped labels among {len(found.digits.x)}, chance {found.chance:.1%}"
+        title=f"Precision at k: {findings.flips} flipped labels among {len(findings.digits.x)}, "
+        f"chance {findings.chance:.1%}"
     )
     table.add_column("score")
-    for k in found.depths:
+    for k in findings.depths:
         table.add_column(f"k = {k}", justify="right")
-    for name, score in found.scores.items():
-        table.add_row(score.title, *(f"{p:.1%}" for p in found.precisions(name)))
+    for name, score in findings.scores.items():
+        table.add_row(score.title, *(f"{p:.1%}" for p in findings.precisions(name)))
     console.print(table)
-    console.print(f"test accuracy: {found.trained.accuracy:.1%}", highlight=False)
-    for epsilon, (mean, _, _) in found.private_accuracy.items():
+    console.print(f"test accuracy: {findings.trained.accuracy:.1%}", highlight=False)
+    for epsilon, (mean, _, _) in findings.private_accuracy.items():
         console.print(f"    private, epsilon {epsilon:g}: {mean:.1%}", highlight=False)
-    scale = found.trained.exact
+    scale = findings.trained.exact
     console.print(
         f"gradient noise scale: {scale[0]:.0f} samples after epoch 1, {scale[-1]:.0f} at the end", highlight=False
     )
-    checked = f"{found.verdict.gradients.batch} samples, largest error {found.verdict.gradients.max_error:.1e}"
+    checked = f"{findings.verdict.gradients.batch} samples, largest error {findings.verdict.gradients.max_error:.1e}"
     console.print(
-        f"against the definition: {'all agree' if found.verdict.ok else 'WRONG'} ({checked})", highlight=False
+        f"against the definition: {'all agree' if findings.verdict.ok else 'WRONG'} ({checked})", highlight=False
     )

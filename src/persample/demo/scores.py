@@ -46,16 +46,16 @@ def mean_cosine(norms: Tensor, dots: Tensor) -> Tensor:
 
 def look_at_all(model: nn.Module, digits: Digits) -> tuple[Evidence, Moments]:
     """Evidence about all training examples, class by class, and the moments of their gradients."""
-    found = Evidence(*(torch.zeros(len(digits.x)) for _ in Evidence._fields))
+    evidence_of_all = Evidence(*(torch.zeros(len(digits.x)) for _ in Evidence._fields))
     total = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     for label in range(CLASSES):
         members = (digits.y == label).nonzero().squeeze(1)
         evidence, gradient = look(model, digits.x[members], digits.y[members])
-        for everybody, some in zip(found, evidence, strict=True):
+        for everybody, some in zip(evidence_of_all, evidence, strict=True):
             everybody[members] = some
         for name, part in gradient.items():
             total[name] += part * (len(members) / len(digits.x))
-    return found, moments(found.norms, total, len(digits.x))
+    return evidence_of_all, moments(evidence_of_all.norms, total, len(digits.x))
 
 
 @dataclass(frozen=True)

@@ -60,11 +60,11 @@ def train(model: nn.Module, digits: Digits, settings: Settings, seed: int, advan
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings.epochs)
     epochs = []
     for _ in range(settings.epochs):
-        found = []
+        steps = []
         for rows in torch.randperm(len(digits.x), generator=rng).split(settings.batch):
-            found.append(train_step(model, optimizer, digits.x[rows], digits.y[rows], len(digits.x)))
+            steps.append(train_step(model, optimizer, digits.x[rows], digits.y[rows], len(digits.x)))
             advance()
-        epochs.append(Epoch(deepcopy(model), optimizer.param_groups[0]["lr"], found))
+        epochs.append(Epoch(deepcopy(model), optimizer.param_groups[0]["lr"], steps))
         scheduler.step()
     return epochs
 

@@ -11,7 +11,7 @@ from .shards import is_sharded, own_shard
 
 
 def accumulate(p: Tensor, total: Tensor, hooks: Iterable[Callable[[Tensor], None]]) -> None:
-    """What a backward does with the gradient of a leaf, its hooks for after included; a sharded one takes its part.
+    """Add to ``p.grad`` as a backward would, and call the hooks that wait for it; a sharded parameter takes its part.
 
     Autograd's own accumulation is not asked: DDP waits there, to take the mean over ranks of whatever comes.
     """

@@ -40,7 +40,7 @@ class Ranks:
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of processes in the group."""
         return dist.get_world_size(self.group)
 
     def first(self, value: bytes, device: torch.device) -> bytes:
@@ -57,8 +57,8 @@ class Ranks:
         """Every rank's numbers, on all of them."""
         empty = [0] * len(numbers)
         lines = [list(numbers) if rank == self.rank else empty for rank in range(self.size)]
-        found = self.count([n for line in lines for n in line], device)
-        return [found[place : place + len(numbers)] for place in range(0, len(found), len(numbers))]
+        of_all = self.count([n for line in lines for n in line], device)
+        return [of_all[place : place + len(numbers)] for place in range(0, len(of_all), len(numbers))]
 
     def count(self, numbers: Sequence[int], device: torch.device) -> list[int]:
         """The sum over ranks of each number."""
@@ -74,10 +74,10 @@ class Ranks:
         kinds: dict[tuple[torch.dtype, torch.device], list[str]] = {}
         for name, t in tensors.items():
             kinds.setdefault((wide(t.dtype), t.device), []).append(name)
-        found: dict[str, Tensor] = {}
+        totals: dict[str, Tensor] = {}
         for (dtype, _), names in kinds.items():
             line = torch.cat([tensors[name].detach().reshape(-1).to(dtype) for name in names])
             dist.all_reduce(line, group=self.group)
             parts = line.split([tensors[name].numel() for name in names])
-            found.update({name: part.view(tensors[name].shape) for name, part in zip(names, parts, strict=True)})
-        return {name: found[name] for name in tensors}
+            totals.update({name: part.view(tensors[name].shape) for name, part in zip(names, parts, strict=True)})
+        return {name: totals[name] for name in tensors}

@@ -11,20 +11,22 @@ them up, those that only some releases have with the releases.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-_OF_GROUP = {"reduce_grads": False, "reshard_after_backward": False}
-_KEPT_OF_GROUP = ("_training_state",)
-_OF_ALL = {"is_last_backward": False}
-_KEPT_OF_ALL = ("post_backward_final_callback_queued", "iter_forward_root")
-# Of later releases only: that gradients wait for `finalize_backward`, and who is to call it.
-_LATER_OF_GROUP = ("_post_backward_pending",)
-_LATER_OF_ALL = ("manual_backward_finalization_active",)
+# What a backward for per-sample gradients sets in groups of parameters and in the context of a whole model, and what it
+# may change there: all of it is put back afterwards.
+_SET_IN_GROUP = {"reduce_grads": False, "reshard_after_backward": False}
+_KEPT_IN_GROUP = ("_training_state",)
+_SET_IN_CONTEXT = {"is_last_backward": False}
+_KEPT_IN_CONTEXT = ("post_backward_final_callback_queued", "iter_forward_root")
+# In later releases only: that gradients wait for `finalize_backward`, and who is to call it.
+_LATER_IN_GROUP = ("_post_backward_pending",)
+_LATER_IN_CONTEXT = ("manual_backward_finalization_active",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ def is_flattened(t: Tensor) -> bool:
 
 
 def owners(params: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """The same by name, with the sharded parameter for a full one that a module holds while it is gathered."""
+    """Parameters by name, with the sharded one for a full one that a module holds while it is gathered."""
     members = [group for _, state in _units() for group in _groups(state)]
     parts = {id(one._unsharded_param): one.sharded_param for one in _initialised(members)}
     return {name: parts.get(id(p), p) for name, p in params.items()} if parts else params
@@ -59,8 +61,8 @@ def owners(params: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 
 def own_shard(p: Any, total: Tensor) -> Tensor:
     """This process's part of a full tensor that all ranks have, as a DTensor like a sharded parameter."""
-    found: Tensor = _placed(p, total.to(p.dtype))
-    return found
+    shard: Tensor = _placed(p, total.to(p.dtype))
+    return shard
 
 
 def like_shard(p: Any, part: Tensor) -> Tensor:
@@ -71,9 +73,9 @@ def like_shard(p: Any, part: Tensor) -> Tensor:
 
 
 def own_part(p: Any, total: Tensor) -> Tensor:
-    """The same as a plain tensor, of any dtype and with further dims."""
-    found: Tensor = _placed(p, total).to_local()
-    return found
+    """This process's part of a full tensor that all ranks have, of any dtype and with further dims; no DTensor."""
+    part: Tensor = _placed(p, total).to_local()
+    return part
 
 
 def _placed(p: Any, total: Tensor) -> Any:
@@ -96,46 +98,72 @@ def gathered(
     if not states:
         yield Leaves(params, params)
         return
-    there = [(module, all(group.is_unsharded for group in _groups(state))) for module, state in states]
-    for module, _ in there:
+    modules = [module for module, _ in states]
+    sharded = [module for module, state in states if not all(group.is_unsharded for group in _groups(state))]
+    for module in modules:
         module.unshard()
     members = [group for _, state in states for group in _groups(state)]
     try:
         with _held_still([state for _, state in states], members):
-            pairs = [(one.sharded_param, one._unsharded_param) for one in _initialised(members)]
-            full = {id(part): whole for part, whole in pairs}
-            parts = {id(whole): part for part, whole in pairs}
-            yield Leaves(
-                {name: full.get(id(p), p) for name, p in params.items()},
-                {name: parts.get(id(p), p) for name, p in params.items()},
-            )
+            yield _leaves(params, members)
     finally:
-        for module, was_there in there:
-            if not was_there or (last and _reshards(module)):
-                module.reshard()
+        _reshard(modules, sharded, last)
         if last:
             _end_backward(members)
+
+
+def _reshard(modules: Sequence[Any], sharded: Sequence[Any], last: bool) -> None:
+    """Free the weights of modules that were sharded before; after the last backward, of those that it would free."""
+    for module in modules:
+        if module in sharded or (last and _frees_weights(module)):
+            module.reshard()
+
+
+def _leaves(params: Mapping[str, Tensor], members: Sequence[Any]) -> Leaves:
+    """Parameters by name, each as the full tensor of its group and as its sharded one, whichever was given."""
+    pairs = [(one.sharded_param, one._unsharded_param) for one in _initialised(members)]
+    full = {id(part): whole for part, whole in pairs}
+    parts = {id(whole): part for part, whole in pairs}
+    return Leaves(
+        {name: full.get(id(p), p) for name, p in params.items()},
+        {name: parts.get(id(p), p) for name, p in params.items()},
+    )
 
 
 @contextmanager
 def _held_still(states: Sequence[Any], members: Sequence[Any]) -> Iterator[None]:
     """Hooks that a backward calls reduce no gradients and free no weights, and all is put back as it was."""
-    before: list[tuple[Any, str, Any]] = [(state, "_training_state", state._training_state) for state in states]
-    for every in {id(state._state_ctx): state._state_ctx for state in states}.values():
-        before += [(every, name, getattr(every, name)) for name in (*_OF_ALL, *_KEPT_OF_ALL)]
-        before += [(every, name, getattr(every, name)) for name in _LATER_OF_ALL if hasattr(every, name)]
-        for name, value in _OF_ALL.items():
-            setattr(every, name, value)
+    contexts = {id(state._state_ctx): state._state_ctx for state in states}.values()  # one for each model
+    before = [_attribute(state, "_training_state") for state in states]
+    for context in contexts:
+        before += _attributes(context, (*_SET_IN_CONTEXT, *_KEPT_IN_CONTEXT), _LATER_IN_CONTEXT)
     for group in members:
-        before += [(group, name, getattr(group, name)) for name in (*_OF_GROUP, *_KEPT_OF_GROUP)]
-        before += [(group, name, getattr(group, name)) for name in _LATER_OF_GROUP if hasattr(group, name)]
+        before += _attributes(group, (*_SET_IN_GROUP, *_KEPT_IN_GROUP), _LATER_IN_GROUP)
         before.append((group, "_post_forward_indices", list(group._post_forward_indices)))
-        for name, value in _OF_GROUP.items():
-            setattr(group, name, value)
+    _set_all(contexts, _SET_IN_CONTEXT)
+    _set_all(members, _SET_IN_GROUP)
     try:
         yield
     finally:
         for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+_Attribute = tuple[Any, str, Any]  # of what, its name, its value
+
+
+def _attribute(owner: Any, name: str) -> _Attribute:
+    return owner, name, getattr(owner, name)
+
+
+def _attributes(owner: Any, names: Sequence[str], later: Sequence[str]) -> list[_Attribute]:
+    """Attributes as they are now; those of later releases where there are any."""
+    return [_attribute(owner, name) for name in (*names, *[name for name in later if hasattr(owner, name)])]
+
+
+def _set_all(owners: Iterable[Any], values: Mapping[str, Any]) -> None:
+    for owner in owners:
+        for name, value in values.items():
             setattr(owner, name, value)
 
 
@@ -162,12 +190,12 @@ def _units() -> list[tuple[nn.Module, Any]]:
     registry = sys.modules.get("torch.distributed._composable_state")
     if registry is None or "torch.distributed.fsdp" not in sys.modules:
         return []
-    found: dict[int, tuple[nn.Module, Any]] = {}
+    units: dict[int, tuple[nn.Module, Any]] = {}
     for module, reference in list(registry._module_state_mapping.items()):
         state = reference()
         if hasattr(module, "unshard") and hasattr(state, "_state_ctx"):
-            found.setdefault(id(state), (module, state))
-    return list(found.values())
+            units.setdefault(id(state), (module, state))
+    return list(units.values())
 
 
 def _groups(state: Any) -> list[Any]:
@@ -190,6 +218,6 @@ def _holds(group: Any, wanted: set[int]) -> bool:
     )
 
 
-def _reshards(module: Any) -> bool:
+def _frees_weights(module: Any) -> bool:
     """Would an ordinary backward free this unit's weights?"""
     return any(group.reshard_after_backward for group in _groups(module._get_fsdp_state()))

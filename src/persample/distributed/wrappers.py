@@ -1,20 +1,39 @@
-"""A backward for per-sample gradients below which DDP and FSDP2 notice nothing."""
+"""A backward for per-sample gradients below which DDP and FSDP2 notice nothing.
+
+The names used here are private to PyTorch. They hold for torch 2.13 to 2.15; ``tests/distributed/test_names.py`` looks
+them up. Those of FSDP2's own state are in shards.py.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from .._errors import UnsupportedError
+from ..python_nodes import is_torchs
 from .shards import Leaves, gathered, is_flattened, is_sharded
 
-_SINK = "_DDPSinkBackward"  # what DDP puts between a model and its outputs
-_REGISTER = "RegisterPostBackwardFunctionBackward"  # what FSDP2 puts before a module's inputs
+_DDP_OUTPUTS = "_DDPSink"  # what DDP puts between a model and its outputs
+_FSDP_INPUTS = "RegisterPostBackwardFunction"  # what FSDP2 puts before a module's inputs
+WRAPPER_FUNCTIONS = (_DDP_OUTPUTS, _FSDP_INPUTS)  # whose nodes hand cotangents on as they are
+
+
+def passes_on(node: Node) -> TypeGuard[BackwardCFunction]:
+    """Does this node only call a wrapper of the model, and give its cotangents to its inputs?"""
+    return is_torchs(node, *WRAPPER_FUNCTIONS)
+
+
+def passed_from(node: BackwardCFunction, k: int) -> int:
+    """The cotangent that such a node hands on as output k; its first argument is the wrapper, the others are inputs."""
+    live = [i for i, (child, _) in enumerate(node.next_functions) if child is not None]
+    needed = [i for i, wanted in enumerate(node.needs_input_grad) if wanted]
+    return needed[live.index(k)] - 1
 
 
 @contextmanager
@@ -29,15 +48,15 @@ def undisturbed(losses: Tensor, params: Mapping[str, Tensor], *, last: bool) -> 
         return
     _refuse_flattened(params)
     with ExitStack() as stack:
-        sinks, groups, leaves = _read(losses)
+        sinks, groups, leaves = _wrapper_nodes_and_leaves(losses)
         for sink in sinks:
             stack.enter_context(_no_delayed_reduction(sink.ddp_weakref()))
-        found = stack.enter_context(gathered(params, leaves, groups, last=last))
-        _refuse_other_shards(found.full)
-        yield found
+        gathered_leaves = stack.enter_context(gathered(params, leaves, groups, last=last))
+        _refuse_other_shards(gathered_leaves.full)
+        yield gathered_leaves
 
 
-def _read(losses: Tensor) -> tuple[list[Any], list[Any], list[Tensor]]:
+def _wrapper_nodes_and_leaves(losses: Tensor) -> tuple[list[Any], list[Any], list[Tensor]]:
     """DDP's nodes in a graph, the parameter groups of FSDP2's, and all leaves."""
     start = losses.grad_fn
     stack: list[Node] = [] if start is None else [start]
@@ -47,13 +66,12 @@ def _read(losses: Tensor) -> tuple[list[Any], list[Any], list[Tensor]]:
     leaves: list[Tensor] = []
     while stack:
         node: Any = stack.pop()
-        name = type(node).__name__
-        if name == "AccumulateGrad":
+        if type(node).__name__ == "AccumulateGrad":
             leaves.append(node.variable)
-        elif name == _SINK and _is_torchs(node):
+        elif is_torchs(node, _DDP_OUTPUTS):
             sinks.append(node)
-        elif name == _REGISTER and _is_torchs(node):
-            groups.append(node.param_group)
+        elif is_torchs(node, _FSDP_INPUTS):
+            groups.append(_parameter_group(node))
         for child, _ in node.next_functions:
             if child is not None and child not in seen:
                 seen.add(child)
@@ -61,9 +79,9 @@ def _read(losses: Tensor) -> tuple[list[Any], list[Any], list[Tensor]]:
     return sinks, groups, leaves
 
 
-def _is_torchs(node: Any) -> bool:
-    """Users may call Functions of their own the same."""
-    return str(node._forward_cls.__module__).startswith("torch.")
+def _parameter_group(node: Any) -> Any:
+    """What FSDP2 gathers for the module before whose inputs this node is."""
+    return node.param_group
 
 
 @contextmanager

@@ -57,7 +57,7 @@ def _library() -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Orders that do not converge are left out by the accountant, which is sound; a line for each helps nobody."""
+    """Silence messages about orders that do not converge: the accountant leaves them out, which is sound."""
     logger = logging.getLogger("absl")
     logger.addFilter(_drop)
     try:

@@ -21,26 +21,30 @@ class Accounts:
     passes: int
 
     @classmethod
-    def from_dict(cls, found: Any) -> Accounts:
+    def from_dict(cls, accounts: Any) -> Accounts:
         """Refuses what cannot be, by a ValueError."""
-        check_accounts(found, [f.name for f in fields(cls)])
-        return cls(**found)
+        check_accounts(accounts, [f.name for f in fields(cls)])
+        return cls(**accounts)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def check_accounts(found: Any, names: list[str]) -> None:
+def check_accounts(accounts: Any, names: list[str]) -> None:
     """A mapping with these names, whose run, plan, steps and passes are possible."""
-    if not isinstance(found, Mapping) or set(found) != set(names):
-        raise ValueError(f"accounts should have {', '.join(names)}, and these are {str(found)[:80]}")
-    if not isinstance(found["run"], str) or not _RUN.fullmatch(found["run"]):
-        raise ValueError(f"accounts are damaged: a run has 16 hexadecimal digits, and not {str(found['run'])[:80]!r}")
-    if not isinstance(found["plan"], Mapping) or not is_count(found["plan"].get("steps")):
-        raise ValueError(f"accounts are damaged: a plan should have steps, and this is {str(found['plan'])[:80]}")
-    for name, most in (("steps", found["plan"]["steps"]), ("passes", found["steps"])):
-        if not is_count(found[name]) or found[name] > most:
-            raise ValueError(f"accounts are damaged: {name} should be 0 to {most}, and are {str(found[name])[:80]!r}")
+    if not isinstance(accounts, Mapping) or set(accounts) != set(names):
+        raise ValueError(f"accounts should have {', '.join(names)}, and these are {str(accounts)[:80]}")
+    if not isinstance(accounts["run"], str) or not _RUN.fullmatch(accounts["run"]):
+        raise ValueError(
+            f"accounts are damaged: a run has 16 hexadecimal digits, and not {str(accounts['run'])[:80]!r}"
+        )
+    if not isinstance(accounts["plan"], Mapping) or not is_count(accounts["plan"].get("steps")):
+        raise ValueError(f"accounts are damaged: a plan should have steps, and this is {str(accounts['plan'])[:80]}")
+    for name, most in (("steps", accounts["plan"]["steps"]), ("passes", accounts["steps"])):
+        if not is_count(accounts[name]) or accounts[name] > most:
+            raise ValueError(
+                f"accounts are damaged: {name} should be 0 to {most}, and are {str(accounts[name])[:80]!r}"
+            )
 
 
 def is_positive(value: object) -> bool:

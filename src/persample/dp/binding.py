@@ -65,10 +65,10 @@ class Binding:
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """Learning rate and the like, as they were before a scheduler changed them."""
-    found = {name: value for name, value in group.items() if isinstance(value, (bool, int, float, str, tuple))}
-    found.pop("initial_lr", None)
+    settings = {name: value for name, value in group.items() if isinstance(value, (bool, int, float, str, tuple))}
+    settings.pop("initial_lr", None)
     rate = group.get("initial_lr", group.get("lr"))
-    return {**found, "lr": None if rate is None else float(rate)}
+    return {**settings, "lr": None if rate is None else float(rate)}
 
 
 def trainable(model: nn.Module) -> dict[str, Tensor]:

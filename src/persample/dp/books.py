@@ -23,20 +23,22 @@ class Books:
 
     def open(self, journal: str | PathLike[str] | None) -> bool:
         """Begin, or go on with the journal that is given; whether there was one."""
-        return bool(self._by_first(lambda: journal is not None and open_journal(self._ledger, journal)))
+        return bool(self._in_first_process(lambda: journal is not None and open_journal(self._ledger, journal)))
 
     def take_up(self, checkpoint: Checkpoint) -> None:
         """Go on from a state, and from the journal that is kept already, if there is one."""
-        self._by_first(lambda: self._load(checkpoint, lambda: self._ledger.read_again(checkpoint.accounts)))
+        self._in_first_process(lambda: self._load(checkpoint, lambda: self._ledger.read_again(checkpoint.accounts)))
 
     def resume(self, path: str | PathLike[str], journal: str, checkpoint: Checkpoint) -> None:
         """Go on from a file, and from the journal that it names."""
         known = checkpoint.accounts
-        self._by_first(lambda: self._load(checkpoint, lambda: follow_journal(self._ledger, path, journal, known)))
+        self._in_first_process(
+            lambda: self._load(checkpoint, lambda: follow_journal(self._ledger, path, journal, known))
+        )
 
     def save(self, path: str | PathLike[str], state: dict[str, Any], states: dict[str, Any]) -> None:
         """Write a file; its journal is begun with the first."""
-        self._by_first(lambda: write(path, self._ledger, state, states))
+        self._in_first_process(lambda: write(path, self._ledger, state, states))
 
     def _load(self, checkpoint: Checkpoint, follow: Callable[[], None]) -> None:
         follow()
@@ -45,8 +47,8 @@ class Books:
         if checkpoint.bound is not None:
             self._clipper.bound = checkpoint.bound
 
-    def _by_first(self, do: Callable[[], Any]) -> Any:
+    def _in_first_process(self, do: Callable[[], Any]) -> Any:
         ledger, clipper = self._ledger, self._clipper
         told = self._team.by_first(lambda: [do(), ledger.run, ledger.steps, ledger.passes, clipper.bound])
-        found, ledger.run, ledger.steps, ledger.passes, clipper.bound = told
-        return found
+        result, ledger.run, ledger.steps, ledger.passes, clipper.bound = told
+        return result

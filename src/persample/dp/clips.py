@@ -68,7 +68,7 @@ class Clipper(ABC):
 
     @abstractmethod
     def reduction(self) -> ClippedSum:
-        """What to clip this step's gradients with."""
+        """The clipped sum of this step."""
 
     @abstractmethod
     def sensitivity(self) -> float:
@@ -84,11 +84,11 @@ class Clipper(ABC):
 
     @property
     def counted_in(self) -> Unit | None:
-        """The unit of that coordinate, if there is one."""
+        """The unit of the coordinate that `count` gives, if there is one."""
         return None
 
     def follow(self, noisy: Tensor) -> None:
-        """Learn from that coordinate, noisy."""
+        """Move the bound by the noisy value of the coordinate that `count` gives."""
         raise NotImplementedError(f"{type(self).__name__} releases no count")
 
 
@@ -115,7 +115,7 @@ class Fixed(Clipper):
         return None
 
     def _check_weights(self, clipping: Clipping) -> None:
-        """A stated sensitivity is only a statement."""
+        """Refuse weights by which a sample could add more than the sensitivity that was stated."""
         most = 0.0
         for norms, weights in zip(listed(clipping.norms), listed(clipping.weights), strict=True):
             added = (norms.double() * weights.double().abs()).nan_to_num(0.0)
@@ -202,7 +202,7 @@ class Following(Clipper):
 
 
 def clipper(clip: Clip, params: Mapping[str, Tensor], plan: Plan) -> Clipper:
-    """What runs a clip."""
+    """The `Clipper` of a clip, for the parameters and the plan of a run."""
     if isinstance(clip, AdaptiveClip):
         return Following(clip, plan)
     if isinstance(clip, ClippedSum):
@@ -211,7 +211,7 @@ def clipper(clip: Clip, params: Mapping[str, Tensor], plan: Plan) -> Clipper:
 
 
 def listed(values: Any) -> list[Tensor]:
-    """Norms or weights of all groups."""
+    """Norms or weights as a list with one tensor per group."""
     if isinstance(values, Tensor):
         return [values]
     return list(values.values() if isinstance(values, Mapping) else values)

@@ -14,13 +14,13 @@ from ..graph.saved import version
 
 
 def of_tensors(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """One number for each, of the part that this process has."""
+    """One number for each tensor, computed from the part that this process has."""
     with torch.no_grad():
-        found = {name: _bits(t.detach()) for name, t in tensors.items()}
+        numbers = {name: _bits(t.detach()) for name, t in tensors.items()}
     on: dict[torch.device, list[str]] = {}
-    for name, number in found.items():
+    for name, number in numbers.items():
         on.setdefault(number.device, []).append(name)
-    lines = {device: torch.stack([found[name] for name in names]).tolist() for device, names in on.items()}
+    lines = {device: torch.stack([numbers[name] for name in names]).tolist() for device, names in on.items()}
     read = {name: number for device, names in on.items() for name, number in zip(names, lines[device], strict=True)}
     return {name: read[name] for name in tensors}
 
@@ -32,18 +32,18 @@ def alike(params: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> dic
 
 
 def of_settings(optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """One for each of the numbers in an optimizer's groups, such as learning rates."""
-    found = {}
+    """One number for each setting of an optimizer's groups, such as learning rates."""
+    numbers = {}
     for place, group in enumerate(optimizer.param_groups):
         for name, value in group.items():
             if name != "params":
                 shown = value.tolist() if isinstance(value, Tensor) else value
-                found[f"{name} of group {place}"] = _short(repr(shown) if _is_plain(shown) else type(shown).__name__)
-    return found
+                numbers[f"{name} of group {place}"] = _short(repr(shown) if _is_plain(shown) else type(shown).__name__)
+    return numbers
 
 
 def summary(numbers: Mapping[str, int]) -> int:
-    """One for all of them."""
+    """One number for all of these."""
     return _short(repr(sorted(numbers.items())))
 
 

@@ -42,7 +42,7 @@ class Gradients:
         weakref.finalize(owner, _remove, handles)
 
     def begin(self) -> None:
-        """A batch is drawn."""
+        """Forget what was added before: a new batch is drawn."""
         self._since_batch.clear()
         self._in_step = False
 
@@ -57,7 +57,7 @@ class Gradients:
         self._check_frozen(optimizer)
 
     def released(self) -> None:
-        """``p.grad`` is a noisy sum now."""
+        """Forget what was added: ``p.grad`` is a noisy sum now."""
         self._added.clear()
 
     def _note(self, p: Tensor) -> None:

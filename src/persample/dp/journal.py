@@ -33,11 +33,11 @@ class Journal:
     there are no locks, a second writer is found by the file's length, before and after every line.
     """
 
-    def __init__(self, path: Path, header: Accounts, lines: list[bytes], found: os.stat_result, torn: bool) -> None:
+    def __init__(self, path: Path, header: Accounts, lines: list[bytes], status: os.stat_result, torn: bool) -> None:
         self.path, self.header = path, header
         self.steps = header.steps + len(lines)
         self.passes = header.passes + sum(line != b"step" for line in lines)  # a torn line counts as one
-        self._identity, self._size, self._torn = (found.st_dev, found.st_ino), found.st_size, torn
+        self._identity, self._size, self._torn = (status.st_dev, status.st_ino), status.st_size, torn
         self._why = "nobody has claimed it"
         self._file: _File | None = None
 
@@ -65,7 +65,7 @@ class Journal:
         if not stat.S_ISREG(path.stat().st_mode):
             raise PrivacyError(f"{path} is not the journal of a private run, but no file at all")
         with path.open("rb") as file:
-            found, data = os.fstat(file.fileno()), file.read()
+            status, data = os.fstat(file.fileno()), file.read()
         first, *lines = data.split(b"\n")
         try:
             header = Accounts.from_dict(json.loads(first))
@@ -78,7 +78,7 @@ class Journal:
                     f"the journal {path} is damaged: {line[:20]!r} in the place of its step {number + 1} is none. What "
                     f"was spent cannot be read off: put back the file as it was"
                 )
-        journal = cls(path, header, lines, found, torn=bool(data) and not data.endswith(b"\n"))
+        journal = cls(path, header, lines, status, torn=bool(data) and not data.endswith(b"\n"))
         if journal.steps > header.plan["steps"]:
             raise PrivacyError(
                 f"the journal {path} is damaged: it counts {journal.steps} steps of {header.plan['steps']}. Put back "
@@ -124,12 +124,12 @@ class Journal:
                 f"the journal {self.path} is gone: what this run has spent would be forgotten. Put it back"
             ) from error
 
-    def _compare(self, found: os.stat_result) -> None:
-        if (found.st_dev, found.st_ino) != self._identity:
+    def _compare(self, status: os.stat_result) -> None:
+        if (status.st_dev, status.st_ino) != self._identity:
             raise PrivacyError(f"the journal {self.path} was replaced by another file: put it back")
-        if found.st_size != self._size:
+        if status.st_size != self._size:
             raise PrivacyError(
-                f"the journal {self.path} has {found.st_size} bytes and not {self._size} as this run has left it: it "
+                f"the journal {self.path} has {status.st_size} bytes and not {self._size} as this run has left it: it "
                 f"was cut, or another run writes to it, and each would count alone: a journal is for one run"
             )
 
@@ -146,7 +146,7 @@ class _File:
         self.close = weakref.finalize(self, os.close, self._handle)
 
     def lock(self) -> None:
-        """For this process alone, where there are locks."""
+        """Lock the file for this process alone, where there are locks."""
         if fcntl is None:
             return
         try:
@@ -159,7 +159,7 @@ class _File:
                 ) from error
 
     def append(self, data: bytes) -> None:
-        """On disk when this returns."""
+        """Write at the end of the file; the data are on disk when this returns."""
         written = os.write(self._handle, data)
         if written != len(data):
             said = f"only {written} of {len(data)} bytes of the journal were written"
@@ -184,7 +184,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _name(scratch: Path, path: Path) -> None:
-    """The final name, if there is no such file yet."""
+    """Give a file its final name, if there is no such file yet."""
     try:
         os.link(scratch, path)
     except OSError as error:
@@ -197,7 +197,7 @@ def _name(scratch: Path, path: Path) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """So that the name of a new file is on disk, too."""
+    """Wait until the name of a new file is on disk, too."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -22,7 +22,7 @@ class Ledger:
 
     @property
     def accounts(self) -> Accounts:
-        """As they are to be written down."""
+        """The run's accounts, for its journal or a file."""
         return Accounts(self.run, self.plan.as_dict(), self.steps, self.passes)
 
     def account(self, opens_pass: bool) -> None:
@@ -56,7 +56,7 @@ class Ledger:
         return self.plan.spent(self.steps, self.passes)
 
     def begin_journal(self, path: Path) -> None:
-        """From now on, write every step down first."""
+        """Begin a journal, to which every step is written before its release."""
         self.journal = Journal.begin(path, self.accounts)
 
     def follow(self, path: Path, known: Accounts | None = None) -> None:
@@ -95,5 +95,5 @@ class Ledger:
             )
 
     def advance(self, steps: int, passes: int) -> None:
-        """Count at least so many."""
+        """Raise the counts to at least so many steps and passes."""
         self.steps, self.passes = max(self.steps, steps), max(self.passes, passes)

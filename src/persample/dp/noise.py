@@ -83,7 +83,7 @@ def add_noise(sums: Sequence[Tensor], scale: Scale, source: Source, step: int, s
 
 
 def _fill(parts: Sequence[Tensor], scale: Scale, source: Source, step: int, block: int) -> None:
-    """NumPy, because its threads are ours: PyTorch would start more inside of each."""
+    """Fill by NumPy, whose threads are started here: PyTorch would start more inside of each."""
     size = sum(len(part) for part in parts)
     noisy, values = _buffers(size)
     staged = [part.detach().cpu().numpy() for part in parts]  # the parts themselves, where they are on the CPU
@@ -105,7 +105,7 @@ _kept = threading.local()
 
 
 def _buffers(size: int) -> tuple[Numbers, Numbers]:
-    """This thread's, used again and again: fresh pages would cost more than what is written into them."""
+    """Buffers that a thread uses again and again: fresh pages cost more than what is written into them."""
     if not hasattr(_kept, "buffers"):
         _kept.buffers = np.empty((2, _BLOCK))
     return _kept.buffers[0, :size], _kept.buffers[1, :size]

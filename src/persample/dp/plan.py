@@ -56,7 +56,10 @@ class Plan:
     solved: str | None = field(default=None, init=False, repr=False, compare=False)  # the name of what was left out
 
     def __post_init__(self) -> None:
-        self._check()
+        self._check_numbers()
+        self._check_length()
+        self._check_privacy()
+        self._warn_of_large_delta()
         if self.epochs is not None:
             self._set("steps", max(1, math.ceil(self.epochs * self.steps_per_epoch - 1e-9)))
         missing = [name for name in ("steps", "epsilon", "noise_multiplier") if getattr(self, name) is None]
@@ -72,21 +75,25 @@ class Plan:
             self._set("solved", name)
         self._set("epochs", self.length / self.steps_per_epoch)
 
-    def _check(self) -> None:
+    def _check_numbers(self) -> None:
         for name in ("examples", "batch_size", "steps"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            if value is not None and not (_is_number(value, int) and value >= 1):
                 raise ValueError(f"{name} must be a positive integer, not {value!r}")
         for name in ("epochs", "epsilon", "noise_multiplier"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, (int, float)) or isinstance(value, bool) or not value >= 0):
+            if value is not None and not (_is_number(value, int, float) and value >= 0):
                 raise ValueError(f"{name} must be a number that is not negative, not {value!r}")
+
+    def _check_length(self) -> None:
         if self.batch_size > self.examples:
             raise ValueError(f"batch_size {self.batch_size} is larger than the dataset of {self.examples} examples")
         if self.epochs is not None and self.steps is not None:
             raise ValueError(f"length is given twice: epochs={self.epochs} and steps={self.steps}; leave one out")
         if self.epochs is not None and not 0 < self.epochs < math.inf:
             raise ValueError(f"epochs must be positive and finite, not {self.epochs}")
+
+    def _check_privacy(self) -> None:
         if self.epsilon is not None and not self.epsilon > 0:
             raise ValueError("epsilon must be positive: with epsilon 0 nothing may be learnt")
         if self.noise_multiplier == math.inf:
@@ -97,8 +104,10 @@ class Plan:
             raise ValueError(f"accountant must be one of {', '.join(ACCOUNTANTS)}, not {self.accountant!r}")
         if self.sampling not in get_args(Sampling):
             raise ValueError(f"sampling must be one of {', '.join(get_args(Sampling))}, not {self.sampling!r}")
+
+    def _warn_of_large_delta(self) -> None:
+        """Still a promise, and published results use 1 / examples: said loudly, not refused."""
         if self.delta >= 1 / self.examples:
-            # Still a promise, and published results use 1 / examples: said loudly, not refused.
             warnings.warn(
                 f"delta {self.delta:g} is not below 1 / examples = {1 / self.examples:g}: publishing one example in "
                 f"full would keep such a promise. Choose a delta far below that",
@@ -155,28 +164,28 @@ class Plan:
         self._set("epsilon", self._epsilon(self.length, self.noise))
 
     def _solve_noise_multiplier(self) -> None:
-        found = least_noise(lambda noise: self._epsilon(self.length, noise), self.budget)
-        if found is None:
+        noise = least_noise(lambda noise: self._epsilon(self.length, noise), self.budget)
+        if noise is None:
             raise ValueError(
                 f"no noise keeps epsilon {self.budget:g} at delta {self.delta:g} over {self.length} steps by the "
                 f"{self.accountant.upper()} accountant: allow a larger epsilon, or fewer steps"
             )
-        self._set("noise_multiplier", _rounded_up(found))
+        self._set("noise_multiplier", _rounded_up(noise))
 
     def _solve_steps(self) -> None:
-        found = most_steps(lambda steps: self._epsilon(steps, self.noise), self.budget, _MOST_STEPS)
-        if not found:
+        steps = most_steps(lambda steps: self._epsilon(steps, self.noise), self.budget, _MOST_STEPS)
+        if not steps:
             one = self._epsilon(1, self.noise)
             raise ValueError(
                 f"a single step with noise_multiplier {self.noise:g} already spends epsilon {one:.4g} of "
                 f"{self.budget:g}: use more noise, a smaller batch_size or a larger epsilon"
             )
-        if found == _MOST_STEPS:
+        if steps == _MOST_STEPS:
             raise ValueError(
                 f"with noise_multiplier {self.noise:g}, epsilon {self.budget:g} lasts for more than {_MOST_STEPS} "
                 f"steps: state steps or epochs, and solve for the noise or epsilon"
             )
-        self._set("steps", found)
+        self._set("steps", steps)
 
     def _check_promise(self) -> None:
         spent = self._epsilon(self.length, self.noise)
@@ -226,6 +235,10 @@ class Plan:
         return f"{self.length} steps ({self.epochs:.4g} epochs) {sampled}\nnoise multiplier {self.noise:.5g}\n{promise}"
 
 
+def _is_number(value: object, *types: type) -> bool:
+    return isinstance(value, types) and not isinstance(value, bool)
+
+
 def _close(name: str, own: float, other: object) -> bool:
     """Whether a solved value may stand for another, with which a part of the steps was made.
 
@@ -238,6 +251,6 @@ def _close(name: str, own: float, other: object) -> bool:
 
 
 def _rounded_up(value: float) -> float:
-    """To five digits, upward: what is printed is what is used."""
+    """Rounded upward to five digits: what is printed is what is used."""
     scale = 10.0 ** (4 - math.floor(math.log10(value)))
     return math.ceil(value * scale) / scale

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..api import check_losses
+from ..checks import check_losses
 from ..reductions import ClippedSum
 from ..reductions.exact import ExactClippedSum
 from .binding import Binding, is_older, mark, trainable
@@ -26,7 +26,7 @@ from .plan import Plan
 from .records import Spent, Step
 from .releases import Copied, Releases
 from .runs import RUNS, warn_of
-from .sampling import Part, Sampler, check_data, loader, most_samples
+from .sampling import BatchPart, Sampler, check_data, loader, most_samples
 from .sources import make_source
 from .state import Checkpoint, load, read
 from .steady import Steady
@@ -97,7 +97,7 @@ class Private:
         self._steady = Steady(model)
         self._gradients = Gradients(self, model, optimizer, params, after_step=self._after_step)
         self._sums = Sums({name: self._team.own(p) for name, p in params.items()})
-        self._part: Part | None = None  # yielded, and not stepped yet
+        self._part: BatchPart | None = None  # yielded, and not stepped yet
         self._marked = 0
         self._warned = False  # of earlier runs
         self._calls = 0  # of batches()
@@ -191,7 +191,7 @@ class Private:
                 f"batch, because a step that is left out is not what the plan accounts for"
             )
 
-    def _expect(self, part: Part) -> None:
+    def _expect(self, part: BatchPart) -> None:
         self._part, self._marked = part, mark()
         self._gradients.begin()
         self._steady.watch()
@@ -265,10 +265,10 @@ class Private:
         """Clip and add up; the share of samples that were weighed down, and how many were left out as not finite."""
         if padding == len(losses) and not self._team.lockstep:
             return 0.0, 0
-        found = self._team.clipped(losses, self._binding.params, self._exactly(padding))
-        count, dropped = self._clipper.count(found.asked), len(found.clipping.dropped)
+        sums = self._team.clipped(losses, self._binding.params, self._exactly(padding))
+        count, dropped = self._clipper.count(sums.asked), len(sums.clipping.dropped)
         self._part = None  # first: what may have been added must not be added again
-        clipped = self._sums.add(found, count)
+        clipped = self._sums.add(sums, count)
         if self._sums.are_empty:
             raise PrivacyError(
                 "the losses depend on none of the trainable parameters: compute them with the model that dp.Private "
@@ -280,7 +280,7 @@ class Private:
         """This step's clipped sum, for as many samples as a batch may have."""
         return ExactClippedSum(self._clipper.reduction(), most_samples(self.plan), padding)
 
-    def _release(self, part: Part) -> None:
+    def _release(self, part: BatchPart) -> None:
         """Account, then add noise and write ``p.grad``: all of it, or nothing more until the run is resumed."""
         params, counted_in = self._binding.params, self._clipper.counted_in
         with self._releases.one() as number:
@@ -294,9 +294,9 @@ class Private:
             )
 
             def noisy(sums: Sequence[Whole], stream: int = 0) -> list[Tensor]:
-                found = [whole.on_grid(scale.grid if self.plan.noise else None) for whole in sums]
-                add_noise(found, scale, self._source, number, stream)
-                return found
+                noisy_sums = [whole.on_grid(scale.grid if self.plan.noise else None) for whole in sums]
+                add_noise(noisy_sums, scale, self._source, number, stream)
+                return noisy_sums
 
             released = self._team.release(sums, noisy)
             if counted_in is not None:
@@ -346,6 +346,6 @@ class Private:
         checkpoint.check(self._ledger, self._binding)
         self._books.resume(path, journal, checkpoint)
         self._releases.stop()  # until all of it is loaded
-        load(path, lambda found: self._team.load_states(self._model, self._optimizer, found), states)
+        load(path, lambda loaded: self._team.load_states(self._model, self._optimizer, loaded), states)
         self.dropped = max(self.dropped, checkpoint.dropped)
         self._renew()

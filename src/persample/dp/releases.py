@@ -25,11 +25,11 @@ class Releases:
         self.renew()
 
     def renew(self) -> None:
-        """Keys are new: go on, in this process."""
+        """Allow releases again, in this process: keys are new."""
         self._unfinished, self._process = False, _process()
 
     def stop(self) -> None:
-        """No release until keys are new."""
+        """Allow no release until keys are new."""
         self._unfinished = True
 
     def check(self) -> None:
@@ -50,7 +50,7 @@ class Releases:
 
     @contextmanager
     def one(self) -> Iterator[int]:
-        """Around a release, with its number. Only what comes to the end of it is finished, whatever is raised."""
+        """A context around a release, with its number; a release that raises is not finished, and stops the run."""
         self.check()
         self.stop()
         yield next(self._numbers)
@@ -74,7 +74,7 @@ _token = secrets.token_bytes(16)
 
 
 def _process() -> tuple[int, bytes]:
-    """Of this process alone: a number may be given to another process once this one has ended."""
+    """What no other process has: its id, which may be given away once it has ended, and a token."""
     return os.getpid(), _token
 
 

@@ -21,14 +21,15 @@ class Runs:
 
     def enter(self, ledger: Ledger, model: nn.Module, data: Any) -> list[Ledger]:
         """Note a run, and find what others have spent: the furthest ledger of each run with the same model or data."""
-        found: dict[str, Ledger] = {}
+        furthest: dict[str, Ledger] = {}
         for one in [*_trained(model), data]:
             ledgers = self._ledgers(one)
             for other in ledgers.values():
-                if other.run != ledger.run and other.steps > (found[other.run].steps if other.run in found else 0):
-                    found[other.run] = other
+                known = furthest.get(other.run)
+                if other.run != ledger.run and other.steps > (0 if known is None else known.steps):
+                    furthest[other.run] = other
             ledgers[id(ledger)] = ledger
-        return list(found.values())
+        return list(furthest.values())
 
     def _ledgers(self, one: object) -> dict[int, Ledger]:
         key = id(one)
@@ -63,7 +64,7 @@ def warn_of(earlier: list[Ledger], ledger: Ledger) -> bool:
 
 
 def _trained(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules that hold trainable parameters: the same, whatever wraps the model."""
+    """The modules that hold trainable parameters, which do not depend on what wraps the model."""
     for module in model.modules():
         if any(p.requires_grad for p in module.parameters(recurse=False)):
             yield module

@@ -20,7 +20,7 @@ _OURS = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "in_o
 
 
 @dataclass(frozen=True)
-class Part:
+class BatchPart:
     """What is loaded at a time: a logical batch, or a part of it."""
 
     step: int
@@ -57,7 +57,7 @@ class Sampler:
     def __init__(self, plan: Plan, source: Source, team: Team, first: int, steps: int, physical: int | None) -> None:
         self._plan, self._source, self._team = plan, source, team
         self._first, self._steps, self._physical = first, steps, physical
-        self.parts: deque[Part] = deque()
+        self.parts: deque[BatchPart] = deque()
 
     def __iter__(self) -> Iterator[list[int]]:
         for step, samples, opens_pass in self._batches():
@@ -68,7 +68,7 @@ class Sampler:
                 )
             parts = self._team.parts(samples, self._physical)
             for place, (some, padding) in enumerate(parts):
-                self.parts.append(Part(step, len(some), place + 1 == len(parts), opens_pass, padding))
+                self.parts.append(BatchPart(step, len(some), place + 1 == len(parts), opens_pass, padding))
                 yield some
 
     def _batches(self) -> Iterator[tuple[int, list[int], bool]]:

@@ -55,10 +55,10 @@ class Seeded(Source):
 
     @classmethod
     def keyed(cls, key: bytes) -> Seeded:
-        """With the secret of another."""
-        found = cls(None)
-        found._key = key
-        return found
+        """A source with the secret of another one."""
+        source = cls(None)
+        source._key = key
+        return source
 
     @property
     def secret(self) -> bytes:

@@ -37,8 +37,10 @@ class Checkpoint:
 
     @classmethod
     def of(cls, ledger: Ledger, binding: Binding, bound: float | None, dropped: int) -> Checkpoint:
-        found = ledger.accounts
-        return cls(_VERSION, found.run, found.steps, found.passes, dropped, bound, found.plan, binding.describe())
+        accounts = ledger.accounts
+        return cls(
+            _VERSION, accounts.run, accounts.steps, accounts.passes, dropped, bound, accounts.plan, binding.describe()
+        )
 
     @classmethod
     def from_dict(cls, state: dict[str, Any]) -> Checkpoint:
@@ -110,17 +112,17 @@ def write(path: str | PathLike[str], ledger: Ledger, state: dict[str, Any], stat
 
 
 def _take_up_or_remove(journal: Path, path: Path, ledger: Ledger) -> None:
-    """Of this run, or of one that was ended between beginning it and its first file, with nothing to tell."""
-    found = Journal.read(journal)
-    if found.header.run == ledger.run:
+    """Go on with a journal of this run; remove one of a run that ended before its first step and its first file."""
+    earlier = Journal.read(journal)
+    if earlier.header.run == ledger.run:
         ledger.follow(journal, ledger.accounts)
         return
-    if path.exists() or found.steps:
+    if path.exists() or earlier.steps:
         raise PrivacyError(
-            f"{journal} is the journal of another run, which has spent {found.steps} steps: go on with it by "
+            f"{journal} is the journal of another run, which has spent {earlier.steps} steps: go on with it by "
             f"private.resume({str(path)!r}) or dp.Private(..., journal={str(journal)!r}), or save this run elsewhere"
         )
-    found.claim()
+    earlier.claim()
     journal.unlink()
 
 
@@ -130,12 +132,12 @@ def read(path: str | PathLike[str]) -> tuple[Checkpoint, str, dict[str, Any]]:
     safetensors = import_module("safetensors")
     try:
         with safetensors.safe_open(path, framework="pt") as file:
-            found = json.loads((file.metadata() or {})["persample"])
+            stored = json.loads((file.metadata() or {})["persample"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-        journal, states = found["journal"], _unpacked(found["tree"], tensors)
+        journal, states = stored["journal"], _unpacked(stored["tree"], tensors)
         if not isinstance(journal, str) or set(states) != {"model", "optimizer"}:
             raise ValueError(f"journal {str(journal)[:80]!r}, states of {str(list(states))[:80]}")
-        return Checkpoint.from_dict(found["state"]), journal, states
+        return Checkpoint.from_dict(stored["state"]), journal, states
     except (safetensors.SafetensorError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"{path} was not written by private.save, or is damaged: {error!r}") from error
 
@@ -165,7 +167,7 @@ def follow_journal(ledger: Ledger, path: str | PathLike[str], journal: str, know
 
 
 def _packed(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """As JSON, with tensors taken out."""
+    """A nested state as JSON; its tensors go into ``tensors``, under the names that stand in their places."""
     if isinstance(tree, Tensor):
         tensors[name] = tree.detach().cpu().clone().contiguous()  # tied weights must not share memory in the file
         return {"tensor": name}

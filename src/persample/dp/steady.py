@@ -26,20 +26,20 @@ class Steady:
         self._unapplied: dict[str, int] | None = None  # the parameters for which a gradient was released
 
     def watch(self) -> None:
-        """From now on nothing may change."""
+        """Remember the parameters: from now on none may change."""
         self._before = self._now()
 
     def released(self) -> None:
-        """A gradient waits for the optimizer."""
+        """Remember that a gradient waits for the optimizer."""
         self._unapplied = self._before
 
     def stepped(self) -> None:
-        """The optimizer has applied it."""
+        """The optimizer has applied the gradient."""
         self._unapplied = None
 
     def check(self) -> None:
         """Refuse, by name, what has changed; tell if nothing has since the last release, which is then lost."""
-        changed = [name for name, found in self._now().items() if self._before.get(name) != found]
+        changed = [name for name, number in self._now().items() if self._before.get(name) != number]
         if changed:
             raise PrivacyError(
                 f"parameters {changed} were changed between the batch and private.step, not by the optimizer: by what "

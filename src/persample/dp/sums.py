@@ -34,7 +34,7 @@ class Whole:
 
 
 class Clipped(Protocol):
-    """What a part of a batch gives."""
+    """The clipped sums of a part of a batch."""
 
     @property
     def clipping(self) -> Clipping:
@@ -42,7 +42,7 @@ class Clipped(Protocol):
 
     @property
     def asked(self) -> Clipping:
-        """The same, but for what rounding has changed in the weights."""
+        """What became of its samples by the weights that were asked for, before they were rounded."""
 
     def take(self, name: str) -> Tensor | None:
         """A parameter's sum, once; None for zero."""
@@ -57,30 +57,30 @@ class Sums:
 
     def clear(self) -> None:
         """Forget the parts so far."""
-        self._found: dict[str, Tensor] = {}
+        self._sums: dict[str, Tensor] = {}
         self._count: Tensor | None = None
 
-    def add(self, found: Clipped, count: Tensor | None) -> float:
+    def add(self, clipped: Clipped, count: Tensor | None) -> float:
         """One more part; returns the share of its samples that were weighed down."""
         for name in self._params:
-            part = found.take(name)
+            part = clipped.take(name)
             if part is not None:
-                self._found[name] = part.contiguous() if name not in self._found else self._found[name].add_(part)
+                self._sums[name] = part.contiguous() if name not in self._sums else self._sums[name].add_(part)
         if count is not None:
             self._count = count if self._count is None else self._count + count
-        weights = torch.stack([w.double() for w in listed(found.clipping.weights)])
+        weights = torch.stack([w.double() for w in listed(clipped.clipping.weights)])
         return float((weights < 1).any(0).double().mean()) if weights.shape[1] else 0.0
 
     @property
     def are_empty(self) -> bool:
         """Whether no parameter was reached by any part so far."""
-        return not self._found
+        return not self._sums
 
     def take(self, units: Mapping[str, Unit], counted_in: Unit | None) -> list[Whole]:
         """The sums in the parameters' order, and the count if the clip asks for one; zeros where nothing came."""
         wholes = []
         for name, p in self._params.items():
-            numbers = self._found.pop(name, None)
+            numbers = self._sums.pop(name, None)
             if numbers is None:
                 shape = (*p.shape, 2) if p.is_complex() else p.shape
                 numbers = torch.zeros(shape, dtype=units[name].dtype, device=p.device)

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..reduce import reduce
 from ..reductions.exact import ExactClippedSum, ExactSums
+from ..verbs import reduce
 from .errors import PrivacyError
 from .sums import Clipped, Whole
 
@@ -52,12 +52,12 @@ class Team:
                 said[0] = do()
             except Exception as error:
                 failed, said[1] = error, str(error)
-        found, wrong = json.loads(self.agree(json.dumps(said).encode()))
+        result, wrong = json.loads(self.agree(json.dumps(said).encode()))
         if failed is not None:
             raise failed
         if wrong is not None:
             raise PrivacyError(f"the first process says: {wrong}")
-        return found
+        return result
 
     def together(self, alike: Alike) -> AbstractContextManager[None]:
         """Around what may fail in one process, while others wait for it in `release`, which looks what is alike."""
@@ -89,8 +89,8 @@ class Team:
 
     def clipped(self, losses: Tensor, params: Mapping[str, Tensor], clip: ExactClippedSum) -> Clipped:
         """The clipped sum over this process's losses, by name, with its ``clipping``."""
-        found: ExactSums = reduce(losses, params, clip, independent=True)[0]
-        return found
+        sums: ExactSums = reduce(losses, params, clip, independent=True)[0]
+        return sums
 
     def release(self, sums: Sequence[Whole], add_noise: AddNoise) -> list[Tensor]:
         """From local sums to their noisy total, the same in all processes; noise is drawn once."""

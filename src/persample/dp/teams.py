@@ -16,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .._errors import NonFiniteError
 from ..distributed import Ranks, is_sharded, like_shard, own_part
-from ..reduce import reduce
 from ..reductions import Clipping
 from ..reductions.exact import ExactClippedSum, ExactSums
+from ..verbs import reduce
 from .binding import trainable
 from .errors import PrivacyError
 from .fingerprints import summary
@@ -36,7 +36,7 @@ class Several(Team):
         self.rank, self.size = self._ranks.rank, self._ranks.size
 
     def agree(self, value: bytes) -> bytes:
-        with self._all_there():
+        with self._explaining_lost_processes():
             return self._ranks.first(value, self._device)
 
     def _noisy_total(self, sums: Sequence[Whole], add_noise: AddNoise, stream: int = 0) -> list[Tensor]:
@@ -44,7 +44,7 @@ class Several(Team):
         sizes = [whole.numbers.numel() for whole in sums]
         line = torch.cat([whole.numbers.reshape(-1).to(self._device, torch.int64) for whole in sums])
         noisy = torch.empty_like(line, dtype=torch.float64)
-        with self._all_there():
+        with self._explaining_lost_processes():
             dist.reduce(line, group=self._ranks.group, group_dst=0)
             if self.rank == 0:
                 totals = [Whole(part, whole.unit) for part, whole in zip(line.split(sizes), sums, strict=True)]
@@ -57,18 +57,18 @@ class Several(Team):
         self._alike = alike
         yield
 
-    def _meet(self, failed: bool = False) -> None:
+    def _confirm_agreement(self, failed: bool = False) -> None:
         """Wait for all, and hear whether one of them has failed, or is no longer what the others are."""
         mine = {} if failed else dict(self._alike())
-        with self._all_there():
-            found = self._ranks.each([failed, summary(mine)], self._device)
-        failures = sum(one for one, _ in found)
+        with self._explaining_lost_processes():
+            answers = self._ranks.each([failed, summary(mine)], self._device)
+        failures = sum(one for one, _ in answers)
         if failures and not failed:
             raise PrivacyError(
                 f"{failures} of {self.size} processes could not make this step, and say why themselves: nothing was "
                 f"released. The step counts as spent; resume from the last private.save"
             )
-        if not failures and len({number for _, number in found}) > 1:
+        if not failures and len({number for _, number in answers}) > 1:
             raise PrivacyError(
                 f"the processes have drifted apart, in {', '.join(self._different(mine))}: each would train a model of "
                 f"its own. Run the same loop in all of them: whatever follows a record of private.step (a schedule, a "
@@ -78,12 +78,12 @@ class Several(Team):
     def _different(self, mine: Mapping[str, int]) -> list[str]:
         """The names of what is not the same in all processes, by those that the first one has."""
         names = json.loads(self.agree(json.dumps(list(mine)).encode()))
-        with self._all_there():
-            found = self._ranks.each([mine.get(name, -1) for name in names], self._device)
-        return [name for name, *values in zip(names, *found, strict=True) if len(set(values)) > 1] or ["settings"]
+        with self._explaining_lost_processes():
+            answers = self._ranks.each([mine.get(name, -1) for name in names], self._device)
+        return [name for name, *values in zip(names, *answers, strict=True) if len(set(values)) > 1] or ["settings"]
 
     @contextmanager
-    def _all_there(self) -> Iterator[None]:
+    def _explaining_lost_processes(self) -> Iterator[None]:
         """PyTorch's error for a process that is gone or does not answer, with the remedy."""
         try:
             yield
@@ -123,12 +123,12 @@ class Replicas(Several):
             yield
         except Exception:
             if self._waited_for:
-                self._meet(failed=True)  # the others come to `release` and hear of it there
+                self._confirm_agreement(failed=True)  # the others come to `release` and hear of it there
             raise
 
     def release(self, sums: Sequence[Whole], add_noise: AddNoise) -> list[Tensor]:
         self._waited_for = False
-        self._meet()
+        self._confirm_agreement()
         return self._noisy_total(sums, add_noise)
 
 
@@ -162,13 +162,13 @@ class Shards(Several):
     def clipped(self, losses: Tensor, params: Mapping[str, Tensor], clip: ExactClippedSum) -> Clipped:
         whether_raised = clip.nonfinite
         clip.nonfinite = "drop"  # all processes raise together, or none
-        found: ExactSums = reduce(losses, params, clip, independent=True)[0]
-        bad = list(found.clipping.dropped)
-        with self._all_there():
+        sums: ExactSums = reduce(losses, params, clip, independent=True)[0]
+        bad = list(sums.clipping.dropped)
+        with self._explaining_lost_processes():
             elsewhere = self._ranks.count([len(bad)], self._device)[0] - len(bad)
         if whether_raised == "raise" and (bad or elsewhere):
             raise NonFiniteError(bad, len(losses), elsewhere)
-        return _Scattered(found, params, self._ranks)
+        return _Scattered(sums, params, self._ranks)
 
     @contextmanager
     def accounting(self) -> Iterator[None]:
@@ -177,7 +177,7 @@ class Shards(Several):
             yield
             failed = 0
         finally:
-            with self._all_there():
+            with self._explaining_lost_processes():
                 failed = self._ranks.count([failed], self._device)[0]
         if failed:
             raise PrivacyError(
@@ -186,7 +186,7 @@ class Shards(Several):
             )
 
     def release(self, sums: Sequence[Whole], add_noise: AddNoise) -> list[Tensor]:
-        self._meet()
+        self._confirm_agreement()
         own = len(self._params)
         noisy = add_noise(sums[:own], self.rank)
         return [*noisy, *(self._noisy_total(sums[own:], add_noise, self.size) if sums[own:] else [])]
@@ -195,7 +195,7 @@ class Shards(Several):
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
         whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        with self._all_there():
+        with self._explaining_lost_processes():
             weights, inner = get_state_dict(model, optimizer, options=whole)
         return {"model": weights, "optimizer": inner}
 
@@ -204,7 +204,7 @@ class Shards(Several):
 
         whole = states_of.StateDictOptions(full_state_dict=True, cpu_offload=True)
         weights, inner = states["model"], states["optimizer"]
-        with self._all_there():
+        with self._explaining_lost_processes():
             states_of.set_model_state_dict(model, weights, options=whole)
             if inner["state"]:
                 states_of.set_optimizer_state_dict(model, optimizer, inner, options=whole)
@@ -218,22 +218,22 @@ class Shards(Several):
 class _Scattered:
     """Sums of all processes, of which each keeps its part: all ask for the same parameters in the same order."""
 
-    found: ExactSums
+    sums: ExactSums
     params: Mapping[str, Tensor]
     ranks: Ranks
 
     @property
     def clipping(self) -> Clipping:
-        return self.found.clipping
+        return self.sums.clipping
 
     @property
     def asked(self) -> Clipping:
-        return self.found.asked
+        return self.sums.asked
 
     def take(self, name: str) -> Tensor:
-        p, total = self.params[name], self.found.take(name)
+        p, total = self.params[name], self.sums.take(name)
         if total is None:
-            total = torch.zeros(*p.shape, *[2] * p.is_complex(), dtype=self.found.units[name].dtype, device=p.device)
+            total = torch.zeros(*p.shape, *[2] * p.is_complex(), dtype=self.sums.units[name].dtype, device=p.device)
         dist.all_reduce(total, group=self.ranks.group)
         return own_part(p, total)
 
@@ -286,8 +286,8 @@ def _check_shards(params: Mapping[str, Tensor]) -> None:
 
 
 def _digest(params: Mapping[str, Tensor]) -> bytes:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, p in params.items():
-        found.update(name.encode())
-        found.update(p.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.digest()
+        digest.update(name.encode())
+        digest.update(p.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.digest()

@@ -15,11 +15,11 @@ from ..factors import Factor, one_by_one
 from ..graph.nodes import children
 from ..graph.roots import slot_of
 from ..graph.traverse import leading_to
+from ..trees import leaves, tree_map
 from .gate import Receiver, Recording, attach
 from .inputs import StandIns, holds_batch
 from .registry import Shipped, name_of
 from .samples import Samples, along
-from .trees import leaves, tree_map
 
 if TYPE_CHECKING:
     from .weight import ExpandedWeight

@@ -20,10 +20,10 @@ from ..graph.layout import Shape
 from ..graph.nodes import NodeSlot
 from ..graph.roots import slot_of
 from ..graph.saved import version
+from ..trees import leaves, tree_map
 from .judge import Choices, judged
 from .origins import SMALL, Origins
 from .replay import Made, Place, Replay, Source, Step, Stranger
-from .trees import leaves, tree_map
 from .verdicts import Verdict
 from .weight import ExpandedWeight
 

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from ..kernels.library import lays_out_fused_weights
+from ..trees import leaves
 from .alone import CANNOT_HANDLE, call_alone
 from .registry import HANDLED, Shipped, name_of
-from .trees import leaves
 
 if TYPE_CHECKING:
     from .weight import ExpandedWeight
@@ -19,7 +20,7 @@ def dispatch(
     cls: type[ExpandedWeight], func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
     """A registered rule, or the function itself: on the module's record, or on one of its own."""
-    if getattr(func, "__name__", "") == "_cudnn_rnn_flatten_weight":
+    if lays_out_fused_weights(func):
         return None  # fused weights are laid out anew; these are never fused
     weights = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, cls)]
     rule = HANDLED.get(func)

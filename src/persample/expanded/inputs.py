@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from .trees import leaves
+from ..trees import leaves
 
 
 def batch_of(arguments: Any, given: int | None, dim: int) -> int:

@@ -13,12 +13,12 @@ from torch.nn.utils.rnn import PackedSequence
 from ..graph.layout import labels
 from ..graph.roots import slot_of
 from ..graph.tape import Graph, read
+from ..trees import LEAVES, leaves, tree_map
 from .data import Followed
 from .gate import Receiver, Recording, attach
 from .inputs import StandIns, holds_batch
 from .replay import Source
 from .samples import Samples, along, of_packed
-from .trees import LEAVES, leaves, tree_map
 from .weight import ExpandedWeight
 
 

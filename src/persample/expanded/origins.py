@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..graph.nodes import NodeSlot
 from ..graph.roots import slot_of
-from .trees import leaves
+from ..trees import leaves
 from .weight import ExpandedWeight
 
 SMALL = 1024  # elements of a constant of unknown origin, as a mean or a scale

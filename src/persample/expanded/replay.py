@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..graph.layout import NOBODY, Layout, labels, simplify
-from .trees import leaves, tree_map
+from ..trees import leaves, tree_map
 
 Place = tuple[int, int]  # a step, and which of its outputs
 _Values = dict[int, Tensor]

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..trees import tree_map
 from .dispatch import dispatch
 from .gate import Flag
 from .registry import HANDLED
 from .samples import Samples
-from .trees import tree_map
 
 
 class ExpandedWeight(Tensor):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from .compiled import is_compiled
 from .contraction import read_contraction
 from .custom import is_known, taught
 from .flows import FLOWS
@@ -20,7 +21,7 @@ from .nodes import is_opaque
 from .probe import probe_call, probe_node, probe_slots
 from .roots import Roots
 from .rows import Below, below_product
-from .saved import in_checkpoint, is_compiled
+from .saved import in_checkpoint
 from .site import Fate, Flow, Site, Sites, weights_only
 from .tape import Slot, Tape
 

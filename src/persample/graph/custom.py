@@ -15,10 +15,11 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
+from .compiled import is_compiled
 from .flows.registry import Rule as FlowRule
 from .library import Op, op_of, qualified, registered
 from .rules.registry import Rule
-from .saved import function_of, is_compiled, is_custom
+from .saved import function_of, is_custom
 
 __all__ = ["COMPILED", "is_known", "is_vouched_for", "keeps_samples_apart", "taught", "teach"]
 

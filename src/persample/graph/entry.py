@@ -14,10 +14,12 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from .._errors import InteractionError, PerformanceWarning, UnsupportedError
+from ..distributed import is_sharded
 from ..factors import Dense, Factor, Masked, one_by_one
 from .assign import SampleMap, assign
 from .bundles import bundle_up
 from .capture import Capture, Sink
+from .compiled import is_compiled
 from .custom import is_known
 from .interaction import interactions
 from .layout import Layout, sample_dims
@@ -27,7 +29,7 @@ from .notes import noting
 from .plan import CapturePlan, plan
 from .recall import key_of, recall, remember
 from .roots import Roots, slot_of
-from .saved import is_compiled, is_torchs
+from .saved import is_torchs
 from .tape import Graph, Slot, Tape
 
 
@@ -207,7 +209,7 @@ def _one_sample(roots: Roots, params: Mapping[str, Tensor], sink: Sink, retain_g
 def check_reached(tape: Tape, params: Mapping[str, Tensor]) -> None:
     """Never answer zeros for a parameter that the graph holds under another name."""
     reached = {id(tape.graph.leaves[leaf]) for leaf in tape.leaves}
-    hidden = [name for name, p in params.items() if id(p) not in reached and hasattr(p, "_local_tensor")]
+    hidden = [name for name, p in params.items() if id(p) not in reached and is_sharded(p)]
     if hidden and tape.others:
         raise UnsupportedError(
             f"sharded parameters {hidden} are not leaves of this graph, which holds {len(tape.others)} unsharded ones: "

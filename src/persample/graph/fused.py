@@ -21,7 +21,7 @@ from ..kernels.cross_entropy import logit_gradients
 from ..kernels.norms import wide
 from .custom import _TAUGHT, Taught
 from .flows.registry import Layouts, keep, only, whole
-from .library import PRECOMPUTED, arguments
+from .library import BY_ROW, PRECOMPUTED, arguments, ignored_class, rows_at_a_time
 from .rules.registry import Use
 from .site import Fate, Flow, Site
 
@@ -52,8 +52,8 @@ class _Rows:
         x, self.weight, target, self.bias, self.classes = node.saved_tensors
         rows = use.lanes(1)
         assert rows is not None
-        self.ignored: int = node._ignore_index
-        self.most: int = node._batch_chunk_size
+        self.ignored: int = ignored_class(node)
+        self.most: int = rows_at_a_time(node)
         self.x, self.target, self.g = (rows.group(t) for t in (x.to(wide(x.dtype)), target, use.g))
 
     @property
@@ -79,7 +79,7 @@ class _Rows:
 
 def linear_cross_entropy(use: Use) -> Factor | None:
     """Logits are computed again: at once if the op did so, else as many rows at a time as it takes."""
-    if use.k == 0 or use.lanes(1) is None or arguments(_BY_ROW) != _ARGUMENTS:
+    if use.k == 0 or use.lanes(1) is None or arguments(BY_ROW) != _ARGUMENTS:
         return None
     node: Any = use.site.node
     if len(node.saved_tensors) != 5 or node.saved_tensors[2].is_floating_point():  # probabilities, from torch 2.15 on
@@ -123,10 +123,9 @@ def _kept(rows: _Rows, memo: dict[str, Any]) -> Tensor:
     return found
 
 
-_BY_ROW = f"{PRECOMPUTED}_no_reduction"
 # What the op takes; one that takes anything else may compute anything else.
 _ARGUMENTS = tuple(
     "input linear_weight target linear_bias weight ignore_index batch_chunk_size acc_policy acc_dtype".split()
 )
-_TAUGHT[_BY_ROW] = Taught(linear_cross_entropy, rows_apart)
+_TAUGHT[BY_ROW] = Taught(linear_cross_entropy, rows_apart)
 _TAUGHT[PRECOMPUTED] = Taught(no_rule, all_rows)

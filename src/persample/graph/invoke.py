@@ -12,6 +12,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from .._errors import UnsupportedError
 from ..kernels.library import materialized
+from .compiled import is_compiled, scratch_restored
 from .layout import Shape
 from .library import unspent
 from .nodes import is_opaque, op_name
@@ -20,10 +21,8 @@ from .saved import (
     in_checkpoint,
     in_own_task,
     in_plain_task,
-    is_compiled,
     is_custom,
     metadata,
-    scratch_restored,
     unpacked_often,
 )
 

@@ -1,4 +1,8 @@
-"""Ops of ``torch.library``: which one a node belongs to, and what PyTorch's own ones need."""
+"""Ops of ``torch.library``: which one a node belongs to, and what PyTorch's own ones need.
+
+The names used here are private to PyTorch. They hold for torch 2.13 to 2.15; ``tests/graph/test_library_ops.py`` and
+``test_fused.py`` check them.
+"""
 
 from __future__ import annotations
 
@@ -59,6 +63,17 @@ def op_of(node: BackwardCFunction) -> str | None:
 
 # An op that computes its gradients in the forward pass, and gives them away in its first backward.
 PRECOMPUTED = "torch_nn::_linear_cross_entropy_batch_chunked"
+BY_ROW = f"{PRECOMPUTED}_no_reduction"  # the op that computes logits again in its backward, a few rows at a time
+
+
+def ignored_class(node: Any) -> int:
+    """The target that gives no loss, for a node of `BY_ROW`."""
+    return int(node._ignore_index)
+
+
+def rows_at_a_time(node: Any) -> int:
+    """Of how many rows a node of `BY_ROW` holds the logits at once."""
+    return int(node._batch_chunk_size)
 
 
 @contextmanager

@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
+from ..distributed.wrappers import WRAPPER_FUNCTIONS, passes_on
 from .library import op_of
-from .saved import THROUGH, function_of, is_custom, is_torchs, passes_on
+from .saved import function_of, is_custom, is_torchs
 from .traverse import ordered
 
 NodeSlot = tuple[Node, int]  # a node of PyTorch's graph, and which of its cotangents
@@ -39,7 +40,7 @@ def _custom_name(node: BackwardCFunction) -> str:
     return f"custom {op_of(node) or function_of(node).__name__}"
 
 
-_KNOWN = (*THROUGH, "CompiledFunction")
+_KNOWN = (*WRAPPER_FUNCTIONS, "CompiledFunction")
 _NAMES: dict[type, str] = {}
 
 

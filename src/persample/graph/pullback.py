@@ -9,13 +9,14 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from ..distributed.wrappers import passed_from, passes_on
 from ..factors import Dense, Factor, Outer, Rows, View
 from ..factors.moves import AsComplex, Cast, Flip, Permute, Reshape, Roll, Section
 from .fallback import loops, push_stacked
 from .flows.shapes import slice_of
 from .layout import Shape
 from .registry import registrar
-from .saved import is_custom, passed_from, passes_on
+from .saved import is_custom
 from .site import Site
 
 Lift = Callable[[Site, Factor, Shape], Factor | None]

@@ -1,6 +1,7 @@
-"""Reading what autograd nodes saved: the one module that touches private attributes of PyTorch.
+"""Reading what autograd nodes and leaves hold: saved tensors, hooks, versions, and the backward under way.
 
-Holds for torch 2.13 to 2.15; ``tests/graph/test_saved.py`` checks the names and behaviours used here.
+The names used here are private to PyTorch. They hold for torch 2.13 to 2.15; ``tests/graph/test_saved.py`` checks them
+and the behaviours that are relied on.
 
 Non-reentrant checkpointing lets every saved tensor be unpacked once per backward, and recomputes a region once per
 backward that unpacks anything of it. A read during the backward would use up the node's own turn; `unpacked_often`
@@ -13,15 +14,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from operator import attrgetter
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
-import torch._functorch.config
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.utils.checkpoint import _Holder
 
+# Modules of this folder ask about nodes here, whatever they want to know.
+from ..python_nodes import function_of as function_of
+from ..python_nodes import is_custom as is_custom
+from ..python_nodes import is_torchs as is_torchs
 from .notes import ask, by_data, note
 
 _UNSIGNED = 1 << 64
@@ -82,11 +85,6 @@ def has_late_hooks(t: Tensor) -> bool:
     return bool(getattr(t, "_post_accumulate_grad_hooks", None))
 
 
-def original_of(module: Any) -> Any:
-    """The module that ``torch.compile`` made this one from, or None."""
-    return getattr(module, "_orig_mod", None)
-
-
 def late_hooks(t: Tensor) -> list[Callable[[Tensor], None]]:
     """What is to be called when this leaf's gradient has been added."""
     return list((getattr(t, "_post_accumulate_grad_hooks", None) or {}).values())
@@ -105,47 +103,6 @@ def has_memory(t: Tensor) -> bool:
 def keeps_graph() -> bool:
     """Was the backward under way asked to keep its graph?"""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
-
-
-def function_of(node: BackwardCFunction) -> type:
-    """The ``autograd.Function`` that a Python node belongs to."""
-    found: type = node._forward_cls  # type: ignore[attr-defined]
-    return found
-
-
-def is_custom(node: object) -> TypeGuard[BackwardCFunction]:
-    """A node written in Python: a custom ``autograd.Function`` or a compiled region."""
-    return isinstance(node, BackwardCFunction)
-
-
-def is_torchs(node: object, *names: str) -> TypeGuard[BackwardCFunction]:
-    """A node of one of PyTorch's own Functions of these names, and not of a user's that is called the same."""
-    return (
-        type(node).__name__.removesuffix("Backward") in names
-        and is_custom(node)
-        and function_of(node).__module__.startswith("torch.")
-    )
-
-
-def is_compiled(node: Node) -> bool:
-    """A region made by ``torch.compile``: opaque, but linear."""
-    return is_torchs(node, "CompiledFunction")
-
-
-# Python nodes of torch.distributed that hand cotangents on as they are: DDP's at a model's outputs, FSDP2's at inputs.
-THROUGH = ("_DDPSink", "RegisterPostBackwardFunction")
-
-
-def passes_on(node: Node) -> TypeGuard[BackwardCFunction]:
-    """Does this node only call a wrapper of the model, and give its cotangents to its inputs?"""
-    return is_torchs(node, *THROUGH)
-
-
-def passed_from(node: BackwardCFunction, k: int) -> int:
-    """The cotangent that such a node hands on as output k; its first argument is the wrapper, the others are inputs."""
-    live = [i for i, (child, _) in enumerate(node.next_functions) if child is not None]
-    needed = [i for i, wanted in enumerate(node.needs_input_grad) if wanted]
-    return needed[live.index(k)] - 1
 
 
 def has(node: Node, name: str) -> bool:
@@ -269,23 +226,6 @@ def in_plain_task() -> bool:
     return torch._C._current_graph_task_id() in _own_tasks
 
 
-@contextmanager
-def scratch_restored(node: Any) -> Iterator[None]:
-    """Let a compiled node run without using up what it saved.
-
-    Compiled code may take its saved tensors as scratch memory, and then refuses to run while the graph is kept.
-    The refusal is switched off here, and the tensors are put back as they were.
-    """
-    tensors = [t for t in node.saved_tensors if isinstance(t, Tensor)]
-    before = [t.detach().clone() for t in tensors]
-    try:
-        with torch._functorch.config.patch(donated_buffer=False):
-            yield
-    finally:
-        for now, then in zip(tensors, before, strict=True):
-            now.data.copy_(then)
-
-
 class _Kept(dict[int, Any]):
     """A checkpoint's handles to recomputed tensors, which it strikes out by None after one use: not from this dict."""
 
@@ -346,26 +286,3 @@ def let_go(node: Node) -> None:
         for holder in held:
             if task in holder.handles:
                 holder.handles[task] = None
-
-
-Outputs = tuple[Tensor | None, ...]
-
-
-class LstmAnswer(Tensor):
-    """A cotangent for a fused LSTM node: the backward that is called with it gets its outputs from ``answer``."""
-
-    answer: Callable[[], Outputs]
-
-    @staticmethod
-    def __new__(cls, g: Tensor, answer: Callable[[], Outputs]) -> LstmAnswer:
-        found = Tensor._make_wrapper_subclass(cls, g.shape, g.stride(), dtype=g.dtype, device=g.device)
-        found.answer = answer
-        return found
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        if func is not torch.ops.aten.mkldnn_rnn_layer_backward.default:
-            return NotImplemented
-        return next(given for given in args if isinstance(given, cls)).answer()

@@ -1,5 +1,7 @@
 """PyTorch's own kernels, called below autograd: the one module that names them.
 
+They hold for torch 2.13 to 2.15; ``tests/kernels/test_library.py`` checks what they are given.
+
 Autograd's formulas prepare what they pass to some of these: tensors without gaps, in the order of their dims, with no
 conjugation or sign left to be done. A kernel that is called without that may read past its tensors, or leave its result
 unwritten. So nothing gets to a kernel from here but through `materialized`.
@@ -12,7 +14,15 @@ from torch import Tensor
 
 from .geometry import Geometry
 
-__all__ = ["convolution", "group_norm_sums", "input_gradient", "materialized", "weight_gradient"]
+__all__ = [
+    "convolution",
+    "group_norm_sums",
+    "input_gradient",
+    "is_fused_lstm_backward",
+    "lays_out_fused_weights",
+    "materialized",
+    "weight_gradient",
+]
 
 _aten = torch.ops.aten
 
@@ -33,6 +43,16 @@ def _image(t: Tensor) -> Tensor:
     if last is not None and not in_order and t.is_contiguous(memory_format=last):
         return t
     return t.contiguous().view(-1).view(t.shape)  # dims of one element may have strides of either order
+
+
+def is_fused_lstm_backward(kernel: object) -> bool:
+    """Is this the backward of one layer of the CPU's fused LSTM?"""
+    return kernel is _aten.mkldnn_rnn_layer_backward.default
+
+
+def lays_out_fused_weights(function: object) -> bool:
+    """Does this function copy the weights of a recurrent module into one block of memory, as cuDNN takes them?"""
+    return getattr(function, "__name__", "") == "_cudnn_rnn_flatten_weight"
 
 
 def convolution(x: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:

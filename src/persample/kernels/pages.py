@@ -17,7 +17,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-__all__ = ["POOL", "fresh", "recycled"]
+__all__ = ["POOL", "empty_cache", "fresh", "recycled"]
 
 _LEAST = 2**20  # bytes; the C library recycles smaller blocks itself
 _LEAST_FRESH = 2**22  # a huge page has 2**21; said in docs/reductions.md and by `ps.grad`
@@ -110,3 +110,15 @@ class Pool:
 
 
 POOL = Pool()
+
+
+def empty_cache() -> None:
+    """Release the memory that is kept on the CPU to be used again by the next call.
+
+    >>> import persample as ps
+    >>> ps.empty_cache()
+
+    Temporaries are written into pages that earlier calls have used, because fresh ones are slow; what the last few
+    calls did not use is released without being asked. Results own their memory.
+    """
+    POOL.empty()

@@ -25,6 +25,21 @@ class Gram(Reduction):
         return ((self._found + self._found.t()) / 2).to(self._call.dtype)
 
 
+class KeptFactors(Reduction):
+    """The factors themselves, by parameter name: one batch's side of a `CrossGram`."""
+
+    keeps_factors = True
+
+    def start(self, call: Call) -> None:
+        self._factors: dict[str, Factor] = {}
+
+    def add(self, name: str, factor: Factor) -> None:
+        self._factors[name] = factor
+
+    def result(self) -> dict[str, Factor]:
+        return self._factors
+
+
 class CrossGram(Reduction):
     """(A, B): the inner products of another batch's A gradients, given by their factors, with this one's."""
 

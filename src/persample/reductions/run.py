@@ -2,41 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
+from typing import Any
 
-from ..factors import Dense, Factor, split
-from ..kernels.pages import recycled
+import torch
+from torch import Tensor
+
+from ..distributed import Ranks
+from ..factors import Dense, Factor, Workspace, split
+from ..kernels.pages import POOL, recycled
 from .base import Call, Reduction
+
+_LEAST_MEMORY = 2**22  # bytes for temporaries, however small the model
 
 
 class Run:
     """One call: hands every factor to all reductions, written out first where that pays and memory allows."""
 
-    def __init__(self, reductions: Sequence[Reduction], call: Call) -> None:
+    def __init__(self, reductions: Sequence[Reduction], call: Call, *, memory_is_given: bool = True) -> None:
         self.reductions = [copy(r) for r in reductions]
         self.call = call
         self._space = call.space
-        self._written = 0  # bytes that are kept
-        self._reused = sum(r.passes for r in reductions) > 1
+        self._memory_is_given = memory_is_given
+        self._kept_bytes = 0  # of gradients that were written out and are kept
+        self._asked_often = sum(r.passes for r in reductions) > 1
         self._kept = any(r.keeps_factors for r in reductions)
         for reduction in self.reductions:
             reduction.start(call)
 
+    @classmethod
+    def begin(
+        cls,
+        reductions: Sequence[Reduction],
+        params: Mapping[str, Tensor],
+        batch: int,
+        device: torch.device,
+        pack: Callable[[Mapping[str, Any]], Any],
+        max_memory: int | None = None,
+        ranks: Ranks | None = None,
+    ) -> Run:
+        """The run of a new call, whose temporaries take pages that earlier calls have left."""
+        POOL.begin_call()
+        call = Call(params, batch, device, pack, Workspace(max_memory), ranks)
+        return cls(reductions, call, memory_is_given=max_memory is not None)
+
+    def set_default_memory(self, activation_bytes: int) -> None:
+        """Let temporaries take as much memory as the forward pass has kept, unless the caller has given a bound."""
+        if not self._memory_is_given:
+            self._space.limit = max(activation_bytes, _LEAST_MEMORY)
+
     def add(self, names: Sequence[str], factor: Factor) -> None:
         """The factor of one parameter is complete, or of several: their samples are one parameter's after another's."""
-        for name, part in zip(names, split(self._reusable(factor), len(names)), strict=True):
+        for name, part in zip(names, split(self._written_out_if_it_pays(factor), len(names)), strict=True):
             for reduction in self.reductions:
                 reduction.add(name, part)
 
-    def _reusable(self, factor: Factor) -> Factor:
+    def results(self) -> tuple[Any, ...]:
+        """One result per reduction, after the backward."""
+        with torch.no_grad():
+            return tuple([reduction.result() for reduction in self.reductions])
+
+    def _written_out_if_it_pays(self, factor: Factor) -> Factor:
         """The factor in the form that is best asked several times, and kept."""
-        if not self._reused or not factor.prefers_stack(reused=True):
+        if not self._asked_often or not factor.prefers_stack(reused=True):
             return factor
         size = factor.stack_bytes
         saves = self._kept and size <= factor.nbytes  # less to keep than what the gradients are made from
-        if not saves and self._written + size > self._space.limit:
+        if not saves and self._kept_bytes + size > self._space.limit:
             return factor
         if self._kept and not saves:
-            self._written += size
+            self._kept_bytes += size
         return Dense(factor.stack(recycled((factor.batch, *factor.shape), factor.dtype, factor.device)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,28 +12,61 @@ from ..factors import Factor
 from ..kernels.pages import fresh
 from .base import Call, Reduction
 
+Buffers = Mapping[str, Tensor] | Sequence[Tensor]
+
 
 class Stack(Reduction):
-    """Every gradient, as ``ps.grad`` gives them: (B, *shape) per parameter."""
+    """Every gradient, as ``ps.grad`` gives them: (B, *shape) per parameter.
+
+    Args:
+        out: one buffer per parameter, by name or in the order of the parameters, to be written instead of allocating
+            new ones.
+    """
+
+    def __init__(self, out: Buffers | None = None) -> None:
+        self.out = out
 
     def start(self, call: Call) -> None:
         self._call = call
+        self._buffers = {} if self.out is None else _checked_buffers(self.out, call)
         self._stacks: dict[str, Tensor] = {}
 
     def add(self, name: str, factor: Factor) -> None:
-        p = self._call.params[name]
-        self._stacks[name] = factor.stack(fresh((self._call.batch, *p.shape), p.dtype, p.device))
+        self._stacks[name] = factor.stack(self._buffers[name] if self._buffers else self._new(name))
 
     def result(self) -> Any:
-        batch = self._call.batch
+        stacks = self._stacks
         return self._call.pack(
-            {
-                name: self._stacks[name]
-                if name in self._stacks
-                else torch.zeros((batch, *p.shape), dtype=p.dtype, device=p.device)
-                for name, p in self._call.params.items()
-            }
+            {name: stacks[name] if name in stacks else self._zeros(name) for name in self._call.params}
         )
+
+    def _new(self, name: str) -> Tensor:
+        p = self._call.params[name]
+        return fresh((self._call.batch, *p.shape), p.dtype, p.device)
+
+    def _zeros(self, name: str) -> Tensor:
+        """The gradients of a parameter that no loss reaches."""
+        p = self._call.params[name]
+        if self._buffers:
+            return self._buffers[name].zero_()
+        return torch.zeros((self._call.batch, *p.shape), dtype=p.dtype, device=p.device)
+
+
+def _checked_buffers(out: Buffers, call: Call) -> dict[str, Tensor]:
+    """The buffers of ``out`` by parameter name; refused if one is missing, left over, or not as a result would be."""
+    given = dict(out) if isinstance(out, Mapping) else {str(i): t for i, t in enumerate(out)}
+    if set(given) != set(call.params):
+        raise ValueError(f"out must hold one buffer per parameter: expected {list(call.params)}, got {list(given)}")
+    for name, p in call.params.items():
+        buffer, expected = given[name], (call.batch, *p.shape)
+        if not isinstance(buffer, Tensor):
+            raise TypeError(f"out[{name!r}] must be a tensor of shape {expected}, not {type(buffer).__name__}")
+        if tuple(buffer.shape) != expected or buffer.dtype != p.dtype or buffer.device != p.device:
+            raise ValueError(
+                f"out[{name!r}] must be {expected} {p.dtype} on {p.device}, "
+                f"but is {tuple(buffer.shape)} {buffer.dtype} on {buffer.device}"
+            )
+    return given
 
 
 class WeightedSum(Reduction):

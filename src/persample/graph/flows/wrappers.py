@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..saved import passed_from, passes_on
+from ...distributed.wrappers import passed_from, passes_on
 from ..site import Fate, Flow, Site
 from .registry import Layouts, flow
 

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from ...factors import Dense, Factor, Outer
 from ...kernels.recurrence import LstmLayer, LstmReplay, replay_lstm
+from ..answers import LstmAnswer, Outputs
 from ..lanes import Lanes
 from ..layout import Layout, carry, join
 from ..nodes import NodeSlot, children
-from ..saved import LstmAnswer, Outputs, metadata
+from ..saved import metadata
 from ..site import Site
 from ..traverse import leading_to
 from .registry import Use, rule

@@ -1,28 +1,81 @@
-"""From losses to reductions: one backward, whatever is asked."""
+"""The verbs of persample: `reduce`, and the two that do something else with what it computes.
+
+The verbs for one reduction each are in shortcuts.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ._errors import UnsupportedError
-from .api import boundary, check_losses
-from .distributed import Leaves, Ranks, accumulate, undisturbed
-from .factors import Workspace
+from .checks import boundary, check_losses, check_memory, check_reductions, refuse_shards
+from .distributed import Ranks, accumulate, undisturbed
 from .graph.entry import capture_into
 from .graph.roots import Roots, slot_of
 from .graph.saved import late_hooks
-from .kernels.pages import POOL
 from .params import Params, named, pack
-from .reductions import Call, ClippedSum, Clipping, Reduction, Run
+from .reductions import ClippedSum, Clipping, Reduction, Run, Stack
+from .reductions.sums import Buffers
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # which some builds of torch lack
 
-_LEAST = 2**22  # bytes for temporaries, however small the model
+
+@overload
+def grad(
+    losses: Tensor,
+    params: nn.Module | Mapping[str, Tensor],
+    *,
+    out: Buffers | None = None,
+    retain_graph: bool = False,
+    independent: bool = False,
+) -> dict[str, Tensor]: ...
+@overload
+def grad(
+    losses: Tensor,
+    params: Sequence[Tensor],
+    *,
+    out: Buffers | None = None,
+    retain_graph: bool = False,
+    independent: bool = False,
+) -> tuple[Tensor, ...]: ...
+def grad(
+    losses: Tensor,
+    params: Params,
+    *,
+    out: Buffers | None = None,
+    retain_graph: bool = False,
+    independent: bool = False,
+) -> dict[str, Tensor] | tuple[Tensor, ...]:
+    """The gradient of every single loss with respect to every parameter.
+
+    ``grad(losses, params)[name][i]`` is ``torch.autograd.grad(losses[i], params[name])``.
+
+    >>> import torch, persample as ps
+    >>> model = torch.nn.Linear(3, 2)
+    >>> losses = model(torch.ones(5, 3)).square().sum(1)
+    >>> g = ps.grad(losses, model)
+    >>> {name: tuple(value.shape) for name, value in g.items()}
+    {'weight': (5, 2, 3), 'bias': (5, 2)}
+
+    Args:
+        losses: one loss per sample, of shape (B,), with its graph.
+        params: an ``nn.Module`` (its trainable parameters), a mapping from names to leaf tensors, or a sequence.
+        out: buffers from an earlier call, to be written again instead of allocating new ones.
+        retain_graph: keep the graph for another backward, as in ``torch.autograd.grad``.
+        independent: raise ``InteractionError`` if one sample's loss is seen to depend on another sample.
+
+    Returns:
+        (B, *shape) per parameter: a dict for a module or a mapping, a tuple for a sequence. Parameters that the
+        losses do not reach get zeros; frozen ones are left out of a dict. On Linux, the storage of a result of 4 MB or
+        more cannot be made larger (``resize_``), as it is not from PyTorch's allocator.
+    """
+    stacks: dict[str, Tensor] | tuple[Tensor, ...]
+    (stacks,) = reduce(losses, params, Stack(out), retain_graph=retain_graph, independent=independent)
+    return stacks
 
 
 def reduce(
@@ -64,10 +117,9 @@ def reduce(
     tensors = named(params)
     check_losses(losses)
     with boundary(losses), undisturbed(losses, tensors, last=not retain_graph) as leaves:
-        run, tell = start(reductions, params, leaves.full, len(losses), losses.device, max_memory, ranks)
-        _feed(run, losses, leaves.full, tell, retain_graph=retain_graph, independent=independent)
-        with torch.no_grad():
-            return tuple(r.result() for r in run.reductions)
+        run = begin_run(reductions, params, leaves.full, len(losses), losses.device, max_memory, ranks)
+        run_backward(losses, leaves.full, run, retain_graph=retain_graph, independent=independent)
+        return run.results()
 
 
 def backward(
@@ -109,63 +161,25 @@ def backward(
     check_losses(losses)
     with boundary(losses), undisturbed(losses, tensors, last=not retain_graph) as leaves:
         if ranks is None:
-            _refuse_shards(leaves)
-        run, tell = start([reduction], params, leaves.full, len(losses), losses.device, max_memory, ranks)
-        _feed(run, losses, leaves.full, tell, retain_graph=retain_graph, independent=independent)
-        (running,) = run.reductions
-        assert isinstance(running, ClippedSum)
+            refuse_shards(leaves)
+        run = begin_run([reduction], params, leaves.full, len(losses), losses.device, max_memory, ranks)
+        run_backward(losses, leaves.full, run, retain_graph=retain_graph, independent=independent)
+        (clipped,) = run.reductions
+        assert isinstance(clipped, ClippedSum)
         with torch.no_grad():
-            clipping, sums = running.clip()
+            clipping, sums = clipped.clip()
             if not len(losses):  # without factors, but with gradients of zero all the same
-                sums = _zeros(losses, leaves.full, retain_graph)
-            found = run.call.over_ranks(sums)
-        once = {id(p): (p, found[name]) for name, p in leaves.owned.items() if name in found}  # may be given twice
+                sums = _gradients_of_no_samples(losses, leaves.full, retain_graph)
+            totals = run.call.over_ranks(sums)
+        # By tensor: one may have been given under two names.
+        added = {id(p): (p, totals[name]) for name, p in leaves.owned.items() if name in totals}
     with boundary(losses):
-        for p, total in once.values():
+        for p, total in added.values():
             accumulate(p, total, late_hooks(p))
     return clipping
 
 
-def _feed(
-    run: Run,
-    losses: Tensor,
-    params: Mapping[str, Tensor],
-    tell: Callable[[int], None] | None,
-    *,
-    retain_graph: bool,
-    independent: bool,
-) -> None:
-    """One backward into a run's reductions."""
-    capture_into(
-        losses,
-        params,
-        run.add,
-        retain_graph=retain_graph,
-        independent=independent,
-        tell_bytes=tell,
-    )
-
-
-def _refuse_shards(leaves: Leaves) -> None:
-    if leaves.sharded:
-        raise UnsupportedError(
-            f"parameters {leaves.sharded} are sharded, and their p.grad has no room for this process's own sum: pass "
-            f"process_group= for the sum over ranks; or take w from ps.clipped_sum or ps.norms with retain_graph=True "
-            f"and call (w * losses).sum().backward()"
-        )
-
-
-def _zeros(losses: Tensor, params: Mapping[str, Tensor], retain_graph: bool) -> dict[str, Tensor]:
-    """The gradients of an empty batch, for the parameters that it reaches."""
-    if not params:
-        return {}
-    roots = Roots.of_losses(losses)
-    roots.read()  # which opens what the graph hides
-    found = roots.backward([slot_of(p) for p in params.values()], retain_graph=retain_graph)
-    return {name: g for name, g in zip(params, found, strict=True) if g is not None}
-
-
-def start(
+def begin_run(
     reductions: Sequence[Reduction],
     params: Params,
     tensors: Mapping[str, Tensor],
@@ -173,33 +187,30 @@ def start(
     device: torch.device,
     max_memory: int | None,
     ranks: Ranks | None = None,
-) -> tuple[Run, Callable[[int], None] | None]:
-    """A run of the reductions; and, where memory was not bounded, whom to tell what the forward pass has kept."""
-    POOL.begin_call()
-    space = Workspace(max_memory)
-
-    def default_limit(activations: int) -> None:
-        space.limit = max(activations, _LEAST)
-
-    call = Call(tensors, batch, device, lambda found: pack(params, found), space, ranks)
-    return Run(reductions, call), default_limit if max_memory is None else None
+) -> Run:
+    """Reductions that wait for factors of ``tensors``; results come in the container of ``params``."""
+    return Run.begin(reductions, tensors, batch, device, lambda results: pack(params, results), max_memory, ranks)
 
 
-def check_reductions(reductions: Sequence[Reduction], max_memory: int | None, ranks: Ranks | None = None) -> None:
-    """Refuse what is not a reduction or has no sum over ranks, and what is not a number of bytes."""
-    for reduction in reductions:
-        if not isinstance(cast(object, reduction), Reduction):
-            hint = f": write {reduction.__name__}()" if isinstance(reduction, type) else ""
-            raise TypeError(f"expected reductions such as ps.Norms(), but got {reduction!r}{hint}")
-        if ranks is not None and not reduction.over_ranks:
-            raise ValueError(
-                f"{type(reduction).__name__} has rows for the samples of this process and no sum over ranks: leave out "
-                f"process_group=, and gather the rows by torch.distributed.all_gather if need be"
-            )
-    check_memory(max_memory)
+def run_backward(
+    losses: Tensor, params: Mapping[str, Tensor], run: Run, *, retain_graph: bool, independent: bool
+) -> None:
+    """One backward, which hands the factor of every parameter to the reductions of a run."""
+    capture_into(
+        losses,
+        params,
+        run.add,
+        retain_graph=retain_graph,
+        independent=independent,
+        tell_bytes=run.set_default_memory,
+    )
 
 
-def check_memory(max_memory: int | None) -> None:
-    """Refuse what is not a number of bytes."""
-    if max_memory is not None and (not isinstance(max_memory, int) or max_memory < 0):
-        raise ValueError(f"max_memory must be a number of bytes, not {max_memory!r}")
+def _gradients_of_no_samples(losses: Tensor, params: Mapping[str, Tensor], retain_graph: bool) -> dict[str, Tensor]:
+    """The gradients of an empty batch, for the parameters that it reaches."""
+    if not params:
+        return {}
+    roots = Roots.of_losses(losses)
+    roots.read()  # which opens what the graph hides
+    grads = roots.backward([slot_of(p) for p in params.values()], retain_graph=retain_graph)
+    return {name: g for name, g in zip(params, grads, strict=True) if g is not None}

@@ -1,0 +1,87 @@
+"""What is refused before any work is done, and what is added to PyTorch's errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from ._errors import UnsupportedError
+from .distributed import Leaves, Ranks
+from .reductions import Reduction
+
+
+def check_losses(losses: Tensor) -> None:
+    """Refuse what is not one differentiable loss per sample."""
+    remedy = "compute one loss per sample, e.g. with reduction='none' and a mean over all dims but the first"
+    if not isinstance(losses, Tensor):
+        raise TypeError(f"losses must be a tensor of shape (B,), not {type(losses).__name__}: {remedy}")
+    if losses.ndim != 1:
+        raise ValueError(f"losses must have shape (B,), but have shape {tuple(losses.shape)}: {remedy}")
+    if not losses.is_floating_point():
+        raise ValueError(f"losses must be real floating-point numbers, but have dtype {losses.dtype}")
+    if not losses.requires_grad:
+        raise RuntimeError(
+            f"losses of shape {tuple(losses.shape)} have no graph: compute them with gradients enabled "
+            f"(no torch.no_grad, no .detach()) from parameters that require grad"
+        )
+
+
+def check_reductions(reductions: Sequence[Reduction], max_memory: int | None, ranks: Ranks | None = None) -> None:
+    """Refuse what is not a reduction or has no sum over ranks, and what is not a number of bytes."""
+    for reduction in reductions:
+        if not isinstance(cast(object, reduction), Reduction):
+            hint = f": write {reduction.__name__}()" if isinstance(reduction, type) else ""
+            raise TypeError(f"expected reductions such as ps.Norms(), but got {reduction!r}{hint}")
+        if ranks is not None and not reduction.over_ranks:
+            raise ValueError(
+                f"{type(reduction).__name__} has rows for the samples of this process and no sum over ranks: leave out "
+                f"process_group=, and gather the rows by torch.distributed.all_gather if need be"
+            )
+    check_memory(max_memory)
+
+
+def check_memory(max_memory: int | None) -> None:
+    """Refuse what is not a number of bytes."""
+    if max_memory is not None and (not isinstance(max_memory, int) or max_memory < 0):
+        raise ValueError(f"max_memory must be a number of bytes, not {max_memory!r}")
+
+
+def refuse_shards(leaves: Leaves) -> None:
+    """Refuse to accumulate a sum over this process's samples into a part of a parameter."""
+    if leaves.sharded:
+        raise UnsupportedError(
+            f"parameters {leaves.sharded} are sharded, and their p.grad has no room for this process's own sum: pass "
+            f"process_group= for the sum over ranks; or take w from ps.clipped_sum or ps.norms with retain_graph=True "
+            f"and call (w * losses).sum().backward()"
+        )
+
+
+@contextmanager
+def boundary(losses: Tensor) -> Iterator[None]:
+    """Keep the caller's modes out, and add the remedy to PyTorch's own errors."""
+    try:
+        with torch.inference_mode(False), torch.autocast(losses.device.type, enabled=False):
+            yield
+    except RuntimeError as error:
+        if "second time" in str(error):
+            raise RuntimeError(
+                f"the graph of losses {tuple(losses.shape)} was freed by an earlier backward: compute the losses "
+                f"again, or pass retain_graph=True to every call but the last. PyTorch says: {error}"
+            ) from error
+        if "selective activation checkpoint" in str(error):
+            raise UnsupportedError(
+                "a region of selective checkpointing (create_selective_checkpoint_contexts) can be run backwards once "
+                "only, and here data decide where samples lie, for which it has to be run more often: checkpoint it "
+                "without context_fn, or not at all"
+            ) from error
+        if "donated" in str(error):
+            raise UnsupportedError(
+                "a compiled region was compiled for one backward only, and more are needed here (retain_graph=True, or "
+                "a custom Function beside it): use the model without torch.compile, or set "
+                "torch._functorch.config.donated_buffer = False before its first backward"
+            ) from error
+        raise
