@@ -19,16 +19,15 @@ from torch.nn.utils.rnn import PackedSequence
 
 from .._errors import InteractionError
 from ..graph.layout import Block, Labels, Layout, Shape, carry, join, strides
+from ..graph.ops.table import lookup
 from ..graph.plan import Plan
 from ..graph.roots import Roots, slot_of
 from ..graph.rows import only_counts
 from ..graph.saved import in_checkpoint, tensor
 from ..graph.site import Flow, weights_only
-from ..graph.tape import Slot, Tape, op_name
+from ..graph.tape import Slot, Tape
 from .verdicts import Data, Disagreement, Reading, UnknownBatch, Verdict
 
-# Nodes that save their data: under which name, and how many of its first dims the result keeps (0: all).
-_SAVED_DATA = {"Addmm": ("mat1", 1), "Mm": ("self", 1), "Convolution": ("input", 1), "Embedding": ("indices", 0)}
 _TRIES = 64  # readings of one set of tensors
 _Start = tuple[Slot, Tensor, list[Layout]]  # a place to start from, its cotangent, and where its samples may lie
 
@@ -212,7 +211,7 @@ class Samples:
     def _saved(self, tape: Tape) -> Iterator[tuple[Slot, Layout]]:
         """Results of ops that were given an input of the call, though no function of weights was seen to be."""
         for node in tape.order:
-            name, rows = _SAVED_DATA.get(op_name(node), ("", 0))
+            name, rows = lookup(node).saved_data or ("", 0)
             x = tensor(node, name) if name and not in_checkpoint(node) else None
             layout = None if x is None else self.of_input(x)
             if x is not None and layout is not None:

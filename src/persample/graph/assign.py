@@ -10,24 +10,20 @@ from torch.autograd.graph import Node
 
 from .contraction import read_contraction
 from .custom import is_known, taught
-from .flows import FLOWS
-from .flows.products import LETTERS
-from .flows.registry import only, whole
-from .flows.shapes import SECTIONS
 from .invoke import is_opaque
 from .layout import NOBODY, Block, Labels, Layout, Shape, join
 from .library import unspent
-from .names import POINTWISE
+from .ops.dims import only, whole
+from .ops.table import Op, lookup
 from .probe import probe_call, probe_node, probe_slots
 from .roots import Roots
 from .rows import Below, below_product
-from .saved import in_checkpoint, is_compiled, is_custom
+from .saved import in_checkpoint, is_compiled
 from .site import Fate, Flow, Site, Sites, weights_only
-from .tape import Slot, Tape, is_leaf, op_name
+from .tape import Slot, Tape, is_leaf
 
-_BY_SHAPE = POINTWISE | {"View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "T"}
 _MOST = 65536
-_FATES: dict[tuple[str, Shape, Block, Shape], Block | Flow] = {}  # what was found for such an op before
+_FATES: dict[tuple[Op, Shape, Block, Shape], Block | Flow] = {}  # what was found for such an op before
 
 
 @dataclass(slots=True)
@@ -96,14 +92,14 @@ class _Assignment:
 
     def _flow_by_shape(self, node: Node, shape: Shape, layout: Block) -> bool:
         """The common case, remembered: ops whose flow depends on shapes alone; False if this is not one."""
-        name = op_name(node)
-        if name not in _BY_SHAPE or is_custom(node) or 0 in shape:
+        op = lookup(node)
+        if not op.by_shape or 0 in shape:
             return False
         flows, cotangents = self.map.flows, self.map.cotangents
         for k, slot in enumerate(self.tape.edges[node]):
             if slot is None:
                 continue
-            key = (name, shape, layout, self.tape.shape(slot))
+            key = (op, shape, layout, self.tape.shape(slot))
             fate = _FATES.get(key)
             if fate is None:
                 found = self._by_rule(self.map.sites[node], k, [layout])
@@ -124,7 +120,7 @@ class _Assignment:
         asked: list[Fate] = []
         for k, slot in site.outputs:
             fate: Fate = None
-            if site.name not in SECTIONS and not is_opaque(site.node):
+            if not site.op.section and not is_opaque(site.node):
                 fate = whole(layouts, len(self.tape.shape(slot)))
             if fate is None:
                 fate = self._by_rule(site, k, layouts)
@@ -137,7 +133,7 @@ class _Assignment:
         """Sizes and dims did not decide: is it a weight, and if not, what do this call's numbers say?"""
         if site.is_weight(k) and not self._is_used_as_data(site, k):
             return Flow.SHARED
-        if site.name in LETTERS and not is_opaque(site.node):
+        if site.op.product is not None and not is_opaque(site.node):
             return self._by_product(site, k, layouts)
         self.map.probed.add(site.node)
         if is_opaque(site.node) and not is_compiled(site.node):
@@ -179,7 +175,7 @@ class _Assignment:
         """Has a doubtful leaf a place for every sample here, other than as operand of a product?"""
         slot = site.edges[k]
         doubtful = slot is not None and self.tape.reaches(slot[0], lambda node: node in self.tape.doubtful)
-        return doubtful and site.name not in LETTERS and site.shapes[0] == site.target(k)
+        return doubtful and site.op.product is None and site.shapes[0] == site.target(k)
 
     @property
     def compiled(self) -> bool:
@@ -211,9 +207,8 @@ class _Assignment:
     def _by_rule(self, site: Site, k: int, layouts: Sequence[Layout | None]) -> Fate:
         if is_opaque(site.node):
             known = taught(site.node)
-            return Flow.PROBE if known is None or known.flow is None else known.flow(site, k, layouts)
-        rule = FLOWS.get(site.name)
-        return Flow.PROBE if rule is None else rule(site, k, layouts)
+            return Flow.PROBE if known is None else known.where(site, k, layouts)
+        return site.op.where(site, k, layouts)
 
     def _merge(self, slot: Slot, fate: Fate) -> None:
         """Add one more contribution to a cotangent."""

@@ -20,25 +20,13 @@ from ..factors import Factor
 from .gather import Watch
 from .layout import Block
 from .notes import unnoted
+from .ops.table import lookup
 from .plan import Plan, Route
 from .pullback import lifted
-from .rules import RULES, Use
 from .saved import has, in_checkpoint, metadata, tensor, value
 from .site import Sites
-from .tape import op_name
+from .use import Use
 
-_NORM = ("input", "result1", "result2")
-# Ops whose rules treat rows apart from one another: what each output reads row by row, and what must be the same.
-_ROWWISE: dict[str, tuple[dict[int, tuple[str, ...]], tuple[str, ...]]] = {
-    "Addmm": ({0: (), 2: ("mat1",)}, ("alpha", "beta")),
-    "Mm": ({1: ("self",)}, ()),
-    "NativeLayerNorm": ({1: _NORM, 2: ()}, ()),
-    "NativeGroupNorm": ({1: _NORM, 2: _NORM}, ("group",)),
-    "Convolution": (
-        {1: ("input",), 2: ("input",)},
-        ("stride", "padding", "dilation", "transposed", "output_padding", "groups"),
-    ),
-}
 _LARGEST = 2**16  # numbers in a cotangent; of larger ones, a copy costs more than it saves
 _MOST = 2**23  # numbers that a forward pass may keep, as bundles wait for the end of the backward
 Saved = Mapping[str, Tensor]
@@ -69,7 +57,8 @@ class Bundle:
 
     def read(self) -> None:
         """Keep what the nodes have saved."""
-        reads = _ROWWISE[op_name(self.nodes[0])][0]
+        rowwise = lookup(self.nodes[0]).rowwise
+        reads = rowwise.reads if rowwise is not None else {}
         names = dict.fromkeys([name for k in self.routes for name in reads[k]])
         with unnoted():
             self.kept = [{name: tensor(node, name) for name in names} for node in self.nodes]  # type: ignore[misc]
@@ -93,7 +82,7 @@ class Bundle:
 
         What a product has saved follows from its weight and its cotangent, both of which are as they were then.
         """
-        return op_name(self.nodes[0]) in ("Mm", "Addmm") or self.is_alike()
+        return lookup(self.nodes[0]).product is not None or self.is_alike()
 
     def factors(self, sites: Sites, cotangents: Mapping[int, Tensor]) -> dict[int, Factor]:
         """For every output, one factor with the samples of all nodes that got a cotangent, by their places."""
@@ -102,7 +91,7 @@ class Bundle:
         layout = Block(len(cotangents) * self.layout.batch, self.layout.inner)
         g, found = torch.cat(list(cotangents.values())), {}
         for k, routes in self.routes.items():
-            factor = RULES[site.name](Use(site, k, (g,), (layout,), layout.batch))
+            factor = site.op.factor(Use(site, k, (g,), (layout,), layout.batch))
             for view in routes[0][0]:
                 factor = None if factor is None else lifted(sites[view], factor)
             if factor is None:
@@ -140,10 +129,10 @@ def _bundle(plan: Plan, nodes: list[Node]) -> Bundle:
 
 def _kind(plan: Plan, node: Node) -> Hashable:
     """Equal for nodes that can be in one bundle; None for those that cannot be in any."""
-    name, outputs, shapes = op_name(node), plan.frontier[node], plan.tape.shapes(node)
-    if name not in _ROWWISE or not all((node, k) in plan.direct for k in outputs):
+    op, outputs, shapes = lookup(node), plan.frontier[node], plan.tape.shapes(node)
+    if op.rowwise is None or not all((node, k) in plan.direct for k in outputs):
         return None
-    reads, options = _ROWWISE[name]
+    reads, options = op.rowwise.reads, op.rowwise.options
     layout, size = plan.map.cotangents.get((node, 0)), prod(shapes[0])
     in_order = isinstance(layout, Block) and layout.batch * layout.inner == size
     whole_rows = size and isinstance(layout, Block) and layout.inner % prod(shapes[0][1:]) == 0
@@ -152,9 +141,9 @@ def _kind(plan: Plan, node: Node) -> Hashable:
     ways = []
     for k in outputs:
         views, leaf = plan.direct[node, k]
-        if any(op_name(view) != "T" for view in views):
+        if any(lookup(view).has_options for view in views):
             return None
         ways.append((k, len(views), plan.tape.shapes(leaf), metadata(leaf)[0].dtype))
     below = plan.tape.edges[node][0]
     given = None if below is None else plan.tape.shape(below)  # the input's, if it was computed from parameters
-    return name, shapes, given, layout, tuple(ways), tuple([value(node, o) for o in options if has(node, o)])
+    return op, shapes, given, layout, tuple(ways), tuple([value(node, o) for o in options if has(node, o)])

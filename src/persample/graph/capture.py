@@ -25,14 +25,14 @@ from .gather import Births, Gathering, changed_in_place
 from .invoke import call, is_opaque, sum_to
 from .layout import Layout, labels
 from .library import unspent
+from .ops.broadcast import by_probe
+from .ops.recurrence import spared
 from .plan import Plan, Route
 from .pullback import lifted, pull
-from .registry import or_else
 from .roots import Roots
-from .rules import RULES, Use, by_probe
-from .rules.recurrent import spared
 from .site import Flow, Site
 from .tape import Slot, is_leaf
+from .use import Use
 
 Sink = Callable[[str, Factor], None]  # called once per parameter that the losses reach
 PartsSink = Callable[[Sequence[str], Factor], None]  # for parameters whose samples are one after another in a factor
@@ -196,9 +196,8 @@ class Capture:
         if is_opaque(use.site.node):
             known = taught(use.site.node)
             with saved.unpacked_often(use.site.node):
-                return None if known is None else or_else(None, known.rule)(use)
-        fast = RULES.get(use.site.name)
-        factor = None if fast is None else fast(use)
+                return None if known is None else known.factor(use)
+        factor = use.site.op.factor(use)
         return factor if factor is not None or flow is Flow.MIXED else by_probe(use)
 
     def _separable_edge(self, use: Use, flow: Layout) -> Factor | None:

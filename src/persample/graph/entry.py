@@ -22,8 +22,8 @@ from .custom import is_known
 from .interaction import interactions
 from .invoke import is_opaque
 from .layout import Layout, sample_dims
-from .names import WEIGHT_VIEWS
 from .notes import noting
+from .ops.table import lookup
 from .plan import Plan, plan
 from .recall import outline, recall, remember
 from .roots import Roots, slot_of
@@ -249,7 +249,7 @@ def _is_unseen(tape: Tape, node: Node) -> bool:
 
 def _is_data_leaf(tape: Tape, slot: Slot | None) -> bool:
     """Is this a leaf that may be data, or a view of one?"""
-    while slot is not None and op_name(slot[0]) in WEIGHT_VIEWS:
+    while slot is not None and lookup(slot[0]).view:
         (slot,) = tape.edges[slot[0]]
     return slot is not None and (slot[0] in tape.data or slot[0] in tape.doubtful)
 

@@ -11,19 +11,14 @@ from torch.autograd.graph import Node
 
 from . import saved
 from .assign import Map
-from .flows.fibres import BATCH_NORMS, WINDOWS, mixed_dims, normalises_batch
-from .flows.products import LETTERS
 from .invoke import is_opaque
 from .layout import Labels, Layout, labels, sample_dims
 from .library import PRECOMPUTED, op_of
-from .names import READS, WEIGHT_VIEWS
+from .ops.table import lookup
 from .readers import misread
 from .rows import Alignment, Below, goes_by_sample, memory_of_rows
 from .site import Flow, computes_with_data
 from .tape import Tape, is_leaf, op_name
-
-_BATCH_NORMS = frozenset(BATCH_NORMS.split())
-_RANKS = frozenset({"Sort", "Topk"})
 
 
 def interactions(tape: Tape, map: Map, *, thoroughly: bool = False) -> list[str]:
@@ -51,7 +46,7 @@ def _trails(tape: Tape, map: Map, meeting: set[Node]) -> dict[str, None]:
         if node in meeting and node not in told:
             found.update(trail)
             told.add(node)
-        step = {} if name in WEIGHT_VIEWS else {name: None}
+        step = {} if lookup(node).view else {name: None}
         for slot in tape.edges[node]:
             if slot is not None and slot[0] in map.batched:
                 trails.setdefault(slot[0], {}).update({**trail, **step} if node in map.batched else {name: None})
@@ -67,17 +62,18 @@ def _meets(tape: Tape, map: Map, node: Node, partly: bool) -> bool:
     if saved.is_custom(node) and op_of(node) == PRECOMPUTED:  # rows of data, added up where nobody sees it
         return True
     data = {*tape.data, *tape.doubtful}
-    return mixed and tape.reaches(node, lambda n: n in tape.fed or n in data or op_name(n) in READS)
+    return mixed and tape.reaches(node, lambda n: n in tape.fed or n in data or lookup(n).new_rows is not None)
 
 
 def _batch_statistics(tape: Tape, map: Map) -> list[str]:
     """Batch norms that average over samples: seen even where nothing trainable lies below."""
     found = []
     for node in tape.order:
-        if op_name(node) not in _BATCH_NORMS:
+        averages = lookup(node).averages_batch
+        if averages is None or node in map.batched:
             continue
         site = map.sites[node]
-        if normalises_batch(site) and node not in map.batched:
+        if averages(site):
             layout = map.cotangents.get((node, 0))
             channels = 1 if len(site.shapes[0]) > 1 else 0
             if isinstance(layout, Layout) and any(d != channels for d in sample_dims(layout, site.shapes[0])):
@@ -89,12 +85,13 @@ def _mixed_data(tape: Tape, map: Map) -> list[str]:
     """Ops that are given data and have results of different samples in one window, norm or sequence of them."""
     found = []
     for node in tape.order:
-        if node in map.batched or node not in tape.fed or op_name(node) not in WINDOWS:
+        mixed = lookup(node).mixed_dims
+        if mixed is None or node in map.batched or node not in tape.fed:
             continue
         site, layout = map.sites[node], map.cotangents.get((node, 0))
         if site.edges[0] is not None or not isinstance(layout, Layout):
             continue
-        shape, dims = mixed_dims(site)
+        shape, dims = mixed(site)
         if sample_dims(layout, site.shapes[0]) == (0,) and 0 not in dims:
             continue
         mark = labels(layout, site.shapes[0]).expand(site.shapes[0]).reshape(shape)
@@ -107,10 +104,11 @@ def _mixing_weights(tape: Tape, map: Map) -> list[str]:
     """Products of data with a weight that has a row for every sample, and a column for what may be every other."""
     found = []
     for node in tape.order:
-        if node in map.batched or node not in tape.fed or op_name(node) not in LETTERS:
+        product = lookup(node).product
+        if product is None or node in map.batched or node not in tape.fed:
             continue
         site, layout = map.sites[node], map.cotangents.get((node, 0))
-        letters, operands = LETTERS[site.name]
+        letters, operands = product.result, product.operands
         weights = [k for k in operands if site.edges[k] is not None and site.is_weight(k)]
         if len(weights) != 1 or not isinstance(layout, Layout):
             continue
@@ -127,7 +125,7 @@ def _counted_rows(tape: Tape, map: Map) -> list[str]:
     """Embeddings whose gradients are divided by how often the whole batch reads a row."""
     found = []
     for node in tape.order:
-        if node not in map.batched and op_name(node) in ("Embedding", "EmbeddingBag"):
+        if lookup(node).counts_reads and node not in map.batched:
             site, layout = map.sites[node], map.cotangents.get((node, 0))
             if isinstance(layout, Layout) and site.value("scale_grad_by_freq") and sample_dims(layout, site.shapes[0]):
                 found.append(site.name)
@@ -152,7 +150,7 @@ def _ranked(tape: Tape, map: Map) -> list[str]:
     found = []
     for node in tape.order:
         layout, shape = map.cotangents.get((node, 0)), tape.shapes(node)[0]
-        if op_name(node) in _RANKS and node not in map.batched and isinstance(layout, Layout) and shape:
+        if lookup(node).ranks and node not in map.batched and isinstance(layout, Layout) and shape:
             along = map.sites[node].number("dim") % len(shape)
             found += [op_name(node)] if along in sample_dims(layout, shape) else []
     return found
@@ -185,7 +183,7 @@ def _holding_samples(tape: Tape, map: Map) -> set[Node]:
         if node in fed:
             origin = alignment.origin(node, map.batch)
             found.update([node] if origin is Below.SAMPLES else [])
-            excused.update([node] if origin is Below.ALIGNED and op_name(node) not in READS else [])
+            excused.update([node] if origin is Below.ALIGNED and lookup(node).new_rows is None else [])
         alignment.descend(node)
     return found | (_used_by_sample(tape, map, excused) if excused else set())
 

@@ -12,10 +12,9 @@ from torch.autograd.graph import Node
 
 from .assign import Map, assign
 from .gather import Source
-from .names import WEIGHT_VIEWS
+from .ops.table import lookup
 from .roots import Roots
-from .saved import is_custom
-from .tape import Slot, Tape, is_leaf, leading_to, op_name
+from .tape import Slot, Tape, is_leaf, leading_to
 
 if TYPE_CHECKING:
     from .bundles import Bundle
@@ -110,9 +109,7 @@ def _routes(plan: Plan) -> dict[tuple[Node, int], Route]:
 
 
 def _is_view(tape: Tape, node: Node) -> bool:
-    return (
-        op_name(node) in WEIGHT_VIEWS and not is_custom(node) and len(tape.edges[node]) == len(tape.shapes(node)) == 1
-    )
+    return lookup(node).view and len(tape.edges[node]) == len(tape.shapes(node)) == 1
 
 
 def _contributions(plan: Plan) -> dict[Node, int]:
@@ -128,8 +125,6 @@ def _contributions(plan: Plan) -> dict[Node, int]:
 
 def _activations(plan: Plan) -> int:
     """The results of all ops on samples that are not views."""
-    nodes = [n for n in plan.tape.order if n not in plan.map.batched and op_name(n) not in _VIEWS]
+    ops = [(node, lookup(node)) for node in plan.tape.order if node not in plan.map.batched]
+    nodes = [node for node, op in ops if not (op.view or op.shares_memory)]
     return sum(prod(shape) for node in nodes for shape in plan.tape.shapes(node))
-
-
-_VIEWS = WEIGHT_VIEWS | {"Expand", "Slice", "Select"}

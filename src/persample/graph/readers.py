@@ -15,14 +15,11 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from .assign import Map
-from .flows.fibres import CONVOLUTIONS, WINDOWS
-from .flows.products import LETTERS
 from .layout import NOBODY, Layout, Shape, labels
+from .ops.table import lookup
 from .rows import constant_dims
 from .site import Site
-from .tape import Tape, op_name
-
-_TABLES = frozenset({"Embedding", "IndexSelect", "Index", "UnsafeIndex"})
+from .tape import Tape
 
 
 def misread(tape: Tape, map: Map) -> list[str]:
@@ -47,24 +44,24 @@ def _given_data(tape: Tape, map: Map) -> Iterator[tuple[Site, Tensor, list[int]]
             continue
         site = map.sites[node]
         shape = site.shapes[0]
-        brought = range(len(shape)) if op_name(node) in CONVOLUTIONS else constant_dims(node, shape)
+        brought = range(len(shape)) if site.op.convolution else constant_dims(node, shape)
         dims = [d for d in brought if shape[d] > 1]  # channels of a convolution are its groups' own affair
-        if op_name(node) in _TABLES:
+        if site.op.read_dims is not None:
             dims = [d for d in dims if d < len(shape) - 1]  # the last one is the table's
         if any(shape[d] % map.batch == 0 for d in dims):
             yield site, labels(layout, shape), dims
 
 
 def _takes_data(map: Map, tape: Tape, node: Node) -> bool:
-    name = op_name(node)
-    if name in _TABLES:
+    op = lookup(node)
+    if op.read_dims is not None:
         return map.sites[node].edges[0] is not None and map.sites[node].is_weight(0)
     if node not in tape.fed:
         return False
-    if name in LETTERS:
+    if op.product is not None:
         site = map.sites[node]
-        return any(site.edges[k] is not None and site.is_weight(k) for k in LETTERS[name][1])
-    return name in WINDOWS and tape.edges[node][0] is None
+        return any(site.edges[k] is not None and site.is_weight(k) for k in op.product.operands)
+    return op.mixed_dims is not None and tape.edges[node][0] is None
 
 
 def _is_shared(mark: Tensor, shape: Shape, dims: list[int], batch: int) -> bool:

@@ -21,12 +21,13 @@ from .assign import Map
 from .invoke import is_opaque
 from .layout import Labels, Layout
 from .notes import Notes, Question
+from .ops.table import lookup
 from .plan import Plan
 from .reentrant import REENTRANT
 from .roots import Roots
 from .saved import metadata
 from .site import Sites
-from .tape import Slot, Tape, is_leaf, leaf_of, op_name
+from .tape import Slot, Tape, is_leaf, leaf_of
 
 _MOST = 64  # plans
 _NOTHING: Mapping[Slot, Layout] = {}
@@ -112,19 +113,12 @@ def outline(
 
 _OP, _LEAF, _OPAQUE, _FOLLOWS = "op", "leaf", "opaque", "follows"
 _FORMS: dict[type, str] = {}
-# Ops whose results have shapes that follow from those of their operands, if all of these are in the graph.
-_FOLLOWING = frozenset(
-    """
-    T Clone Relu LeakyRelu Elu Gelu Silu Tanh Sigmoid Softplus Exp Log Sqrt Rsqrt Neg Sin Cos Softmax LogSoftmax
-    Add Sub Mul Div Mm Bmm Addmm NativeLayerNorm
-    """.split()
-)
 
 
 def _form(node: Node, kind: type) -> str:
     if kind.__name__ == "CppFunction" or is_opaque(node):
         return _OPAQUE  # and not kept, as it may be a class of the user's
-    form = _LEAF if is_leaf(node) else _FOLLOWS if op_name(node) in _FOLLOWING else _OP
+    form = _LEAF if is_leaf(node) else _FOLLOWS if lookup(node).shape_follows else _OP
     return _FORMS.setdefault(kind, form)
 
 

@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import Node
 
 from . import saved
-from .layout import Layout, Shape
-from .names import POINTWISE, READS
+from .layout import Fate, Flow, Shape
+from .ops.table import Op, lookup
 from .tape import Slot, Tape, op_name
 
-
-class Flow(Enum):
-    """What a backward output can be, other than separable."""
-
-    SHARED = "shared"  # a sum over samples: the gradient of something all samples use
-    MIXED = "mixed"  # elements that depend on several samples' cotangents in some other way
-    PROBE = "probe"  # sizes and dims do not decide: look at the data of this call
-
-
-Fate = Layout | Flow | None  # None: nothing flows here
+__all__ = ["Fate", "Flow", "Site", "Sites", "computes_with_data", "weights_only"]
 
 
 class Site:
     """A node with its shapes, its saved values and the places its outputs go to."""
 
-    __slots__ = ("_tape", "edges", "memo", "name", "node", "outputs", "recomputed", "shapes")
+    __slots__ = ("_tape", "edges", "memo", "name", "node", "op", "outputs", "recomputed", "shapes")
 
     def __init__(self, tape: Tape, node: Node) -> None:
         self.node = node
         self.name = op_name(node)
+        self.op: Op = lookup(node)
         self.shapes = tape.shapes(node)
         self.edges = tape.edges[node]
         # The backward outputs that lead to requested parameters, with the place each goes to.
@@ -126,11 +117,10 @@ def weights_only(tape: Tape, node: Node) -> bool:
 
 def computes_with_data(tape: Tape, node: Node) -> bool:
     """An operand without gradient is data, unless it may be a number or a mask that left a weight its shape."""
-    if op_name(node) in READS or node in tape.data:
+    op = lookup(node)
+    if op.new_rows is not None or node in tape.data:
         return True
     if node not in tape.fed:
         return False
     shape = tape.shapes(node)[0]
-    return op_name(node) not in POINTWISE or any(
-        slot is not None and tape.shape(slot) != shape for slot in tape.edges[node]
-    )
+    return not op.pointwise or any(slot is not None and tape.shape(slot) != shape for slot in tape.edges[node])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from persample.kernels.conv_geometry import Geometry
 
-__all__ = ["convolution", "group_norm_sums", "input_gradient", "plain", "weight_gradient"]
+__all__ = ["convolution", "distance_gradient", "group_norm_sums", "input_gradient", "plain", "weight_gradient"]
 
 _aten = torch.ops.aten
 
@@ -60,3 +60,9 @@ def group_norm_sums(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> tuple[T
     scale = torch.empty(len(g), dtype=g.dtype, device=g.device)  # only its presence is asked for
     found = _aten.native_group_norm_backward(*images, scale, *about, (False, True, True))
     return found[1], found[2]
+
+
+def distance_gradient(g: Tensor, x: Tensor, y: Tensor, p: float, distances: Tensor) -> Tensor:
+    """(B, n, d): the gradient of x (B, n, d), of the p-norm ``distances`` (B, n, m) to the rows of y (B, m, d)."""
+    grad: Tensor = _aten._cdist_backward(plain(g), plain(x), plain(y), p, plain(distances))
+    return grad
