@@ -9,26 +9,12 @@ import torch
 from torch import Tensor
 
 import persample as ps
-from persample.graph import recall
-from persample.graph.bundles import _ROWWISE
-from persample.graph.fallback import VMAP
-from persample.graph.flows import FLOWS
-from persample.graph.names import POINTWISE, READS, WEIGHT_VIEWS
-from persample.graph.pullback import LIFTS
-from persample.graph.rules import RULES
 from persample.graph.tape import op_name
+from tests.graph.table import FIELDS, having
 from tests.reference import assert_same, definition
 
 TABLES = {
-    "rules": RULES,
-    "flows": FLOWS,
-    "lifts": LIFTS,
-    "pointwise": POINTWISE,
-    "views": WEIGHT_VIEWS,
-    "reads": READS,
-    "rowwise": _ROWWISE,
-    "vmap": VMAP,
-    "following": recall._FOLLOWING,
+    **{field: having(field) for field in FIELDS},
     # What is looked for by name elsewhere.
     "others": ["CheckpointFunction", "CompiledFunction", "BackwardHookFunction", "AccumulateGrad", "CppFunction"],
 }

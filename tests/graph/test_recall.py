@@ -13,9 +13,11 @@ from torch import Tensor
 import persample as ps
 from persample.graph import recall
 from persample.graph.layout import Shape
+from persample.graph.ops.table import lookup
 from persample.graph.tape import op_name, walk
 from tests.cases import CASES, Case
 from tests.graph.look_alikes import LOOK_ALIKES, N, Program, check, data, is_recalled, leaf, look, nothing_remembered  # noqa: F401
+from tests.graph.table import having
 from tests.reference import Params, assert_same, definition, named
 
 BATCHED = [case for case in CASES if max(case.batches) > 1]
@@ -67,10 +69,10 @@ def test_shapes_that_are_said_to_follow_from_others_do() -> None:
         losses = forward()
         tape = walk([losses.grad_fn] if losses.grad_fn is not None else [], named(params).values())
         for node, edges in tape.edges.items():
-            if op_name(node) in recall._FOLLOWING and edges and None not in edges:
+            if lookup(node).shape_follows and edges and None not in edges:
                 given = tuple([tape.shape(slot) for slot in edges if slot is not None])
                 found.setdefault((op_name(node), *given), set()).add(tape.shapes(node))
-    assert len({op for op, *_ in found}) > 0.7 * len(recall._FOLLOWING)
+    assert len({op for op, *_ in found}) > 0.7 * len(having("shape_follows"))
     assert [about for about, shapes in found.items() if len(shapes) > 1] == []
 
 

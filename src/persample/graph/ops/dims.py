@@ -96,26 +96,28 @@ def by_letters(result: str, operands: Mapping[int, str]) -> dict[int, FlowRule]:
     """The flows of an op whose dims have letters: those of its result, and for each operand its own.
 
     A letter that both have stays, and must have the same size in both; one that an operand lacks is summed in its
-    gradient. ``*`` stands for any number of dims in front, all of which the operand must have: ``by_letters("*nm", {0:
-    "*nd", 1: "*md"})``. An operand of another rank, or one that was broadcast, is left to the data.
+    gradient. A leading ``...`` stands for any dims in front, all of which an operand that begins with it must have:
+    ``by_letters("...nm", {0: "...nd", 1: "...md"})``. An operand of another rank, or one that was broadcast, is left to
+    the data.
     """
     return {k: _flow_of_letters(result, own) for k, own in operands.items()}
 
 
 def _flow_of_letters(result: str, own: str) -> FlowRule:
+    letters, mine = result.removeprefix("..."), own.removeprefix("...")
+
     def flow(site: Site, k: int, layouts: Layouts) -> Fate:
         layout, shape, target = only(layouts), site.shapes[0], site.target(k)
-        more = len(shape) - len(result.removeprefix("*"))
-        if more < 0 or (more and "*" not in result):
+        more = len(shape) - len(letters)
+        if more < 0 or (more and letters == result):
             raise Undecided
-        front = list(range(more)) if "*" in own else []
-        letters, mine = result.removeprefix("*"), own.removeprefix("*")
-        places: list[int | None] = [len(front) + mine.index(c) if c in mine else None for c in letters]
-        missing: list[int | None] = [None] * (more - len(front))
-        found = follow(layout, shape, target, [*front, *missing, *places], len(front) + len(mine))
+        kept = more if mine != own else 0
+        places: list[int | None] = [kept + mine.index(c) if c in mine else None for c in letters]
+        front = [d if d < kept else None for d in range(more)]
+        found = follow(layout, shape, target, [*front, *places], kept + len(mine))
         if found is not None:
             return found
         return Flow.SHARED if site.is_weight(k) else Flow.PROBE
 
-    flow.__doc__ = f"A cotangent of dims `{result}` for an operand of dims `{own}`."
+    flow.__doc__ = f"From {f'`{result}`' if result else 'a number'} to `{own}`."
     return flow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from ...factors import Dense, Factor
 from ...kernels.library import distance_gradient
 from ..use import Use
@@ -10,15 +12,15 @@ from .table import op
 
 
 def cdist(use: Use) -> Factor | None:
-    """A table (m, d) that all samples measure from: PyTorch's own backward, with the samples as its batch."""
-    site, rows = use.site, use.lanes(use.g.ndim - 1)
-    if use.k != 1 or rows is None or len(use.target) != 2:
+    """Distances to the rows of a table: PyTorch's own backward, with a batch of samples."""
+    site, rows, width = use.site, use.lanes(use.g.ndim - 1), use.target[-1]
+    if use.k != 1 or rows is None or prod(use.target[:-2]) != 1:
         return None
-    x = site.tensor("x1").expand(*use.g.shape[:-1], -1)
+    x = site.tensor("x1").expand(*use.g.shape[:-1], width)
+    table = site.tensor("x2").flatten(0, -2).expand(use.batch, -1, -1)
     g, x, distances = (rows.group(t.flatten(0, -2)) for t in (use.g, x, site.tensor("result")))
-    table = site.tensor("x2").expand(use.batch, -1, -1)
-    return Dense(distance_gradient(g.mT, table, x, site.value("p"), distances.mT))
+    return Dense(distance_gradient(g.mT, table, x, site.value("p"), distances.mT).reshape(use.batch, *use.target))
 
 
-op("Cdist", flow=by_letters("*nm", {0: "*nd", 1: "*md"}), rule=cdist)  # wrong numbers under vmap
+op("Cdist", flow=by_letters("...nm", {0: "...nd", 1: "...md"}), rule=cdist)  # wrong numbers under vmap
 op("EuclideanDist", vmap=True)
