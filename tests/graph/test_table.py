@@ -68,6 +68,14 @@ def test_every_family_is_imported_and_entered() -> None:
     assert all(f"{ops.__name__}.{family}" in sys.modules for family in families())
 
 
+def test_the_docs_show_an_entry_as_it_is() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "teach.md").read_text()
+    title, _, shown = page.partition('```py title="src/persample/graph/ops/')[2].partition('"\n')
+    shown = shown.partition("```")[0]
+    assert shown in (FOLDER / title).read_text()
+    assert len([line for line in shown.splitlines() if line]) <= 10
+
+
 def test_nodes_are_looked_up_by_their_type() -> None:
     node = find(w(2, 3) @ w(3, 4), "Mm")
     assert lookup(node) is lookup(node) is named("Mm")

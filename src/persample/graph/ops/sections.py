@@ -149,6 +149,8 @@ def repeated(site: Site, k: int, layouts: Layouts) -> Fate:
 def repeat(use: Use) -> Factor | None:
     """(r0·n0, r1·n1, …) as (r0, n0, r1, n1, …), summed over the r's."""
     repeats = use.site.numbers("repeats")
+    if not repeats or not use.g.numel():
+        return None
     target = (1,) * (len(repeats) - len(use.target)) + use.target
     split = [n for pair in zip(repeats, target, strict=True) for n in pair]
     mark = labels(use.layout, tuple(use.g.shape)).expand(use.g.shape).reshape(split)
