@@ -16,7 +16,7 @@ from persample.graph.tape import walk
 def test_a_second_entry_for_an_op_is_refused() -> None:
     before = list(entries())
     with pytest.raises(ValueError, match="Addmm already has an entry: say all that is known of it there"):
-        op("Addmm", rule=lambda use: None)
+        op("Unheard Addmm", rule=lambda use: None)
     assert before == list(entries())
 
 

@@ -127,10 +127,10 @@ def op(names: str, *, flow: FlowRule | Mapping[int, FlowRule] | None = None, **k
         ValueError: one of the names has an entry already.
     """
     flows = flow if isinstance(flow, Mapping) else {} if flow is None else {0: flow}
-    for name in names.split():
-        if name in _ENTRIES:
-            raise ValueError(f"{name} already has an entry: say all that is known of it there")
-        _ENTRIES[name] = Op(name=name, flow=flows, **known)
+    new = {name: Op(name=name, flow=flows, **known) for name in names.split()}
+    for name in new.keys() & _ENTRIES:
+        raise ValueError(f"{name} already has an entry: say all that is known of it there")
+    _ENTRIES.update(new)
     _BY_TYPE.clear()
 
 
