@@ -6,28 +6,25 @@ import pytest
 import torch
 from torch import nn
 
-from persample.graph.flows import FLOWS
-from persample.graph.flows.registry import flow, only
-from persample.graph.layout import Block
-from persample.graph.registry import Undecided
-from persample.graph.rules import RULES
-from persample.graph.rules.registry import rule
-from persample.graph.site import Flow, Site
+from persample.graph.layout import Block, Flow
+from persample.graph.ops.dims import only
+from persample.graph.ops.table import Op, Undecided, entries, op
+from persample.graph.site import Site
 from persample.graph.tape import read
 
 
-def test_a_second_rule_for_an_op_is_refused() -> None:
-    before = dict(RULES)
-    with pytest.raises(ValueError, match="Addmm already has a rule"):
-        rule("Addmm")(lambda use: None)
-    assert before == RULES
+def test_a_second_entry_for_an_op_is_refused() -> None:
+    before = list(entries())
+    with pytest.raises(ValueError, match="Addmm already has an entry: say all that is known of it there"):
+        op("Unheard Addmm", rule=lambda use: None)
+    assert before == list(entries())
 
 
-def test_a_second_flow_rule_for_an_op_is_refused() -> None:
-    before = dict(FLOWS)
-    with pytest.raises(ValueError, match="Tanh already has a flow rule"):
-        flow("Tanh")(lambda site, k, layouts: None)
-    assert before == FLOWS
+def test_an_entry_says_nothing_that_nobody_asks() -> None:
+    before = list(entries())
+    with pytest.raises(TypeError, match="speed"):
+        op("Unheard", speed=3)
+    assert before == list(entries())
 
 
 @pytest.mark.parametrize("layouts", [[], [None], [None, Block(2, 1)], [Block(2, 1), Block(2, 1)]])
@@ -35,12 +32,9 @@ def test_a_flow_for_one_cotangent_leaves_the_rest_to_data(layouts: list[Block | 
     """The first one, and no other: users never see that the flow did not know."""
     with pytest.raises(Undecided):
         only(layouts)
-    flow("Unheard")(lambda site, k, layouts: only(layouts))
-    try:
-        assert FLOWS["Unheard"](None, 0, layouts) is Flow.PROBE  # type: ignore[arg-type]
-        assert FLOWS["Unheard"](None, 0, [Block(2, 1), None]) == Block(2, 1)  # type: ignore[arg-type]
-    finally:
-        del FLOWS["Unheard"]
+    unheard = Op(flow={0: lambda site, k, layouts: only(layouts)})
+    assert unheard.where(None, 0, layouts) is Flow.PROBE  # type: ignore[arg-type]
+    assert unheard.where(None, 0, [Block(2, 1), None]) == Block(2, 1)  # type: ignore[arg-type]
 
 
 def test_a_rule_is_told_what_was_not_saved() -> None:

@@ -47,7 +47,7 @@ def test_the_warning_names_op_parameter_and_shapes() -> None:
 def test_another_op_gets_another_warning() -> None:
     params, losses = two_uses()
     w, x = params["w"], torch.randn(5, 3)
-    found = caught(lambda: ps.grad(losses() + torch.cdist(x, w).sum(1), [w]))
+    found = caught(lambda: ps.grad(losses() + torch.cdist(w, x).sum(0), [w]))
     assert len(found) == 2
     assert len({str(each.message).split(" on its way")[0] for each in found}) == 2
     assert all("parameter '0'" in str(each.message) for each in found)

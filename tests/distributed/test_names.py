@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import distributed as ddp
 
 from persample.distributed import shards, wrappers
-from persample.graph.flows import FLOWS
+from persample.graph.ops.table import named
 from tests.graph.versions import TESTED, VERSION
 
 
@@ -64,7 +64,7 @@ def test_later_names_are_those_that_are_kept() -> None:
 def test_wrappers_have_the_names_by_which_their_nodes_are_known() -> None:
     for function in (_fsdp_param_group.RegisterPostBackwardFunction, ddp._DDPSink):
         assert function.__name__ in wrappers.WRAPPER_FUNCTIONS
-        assert function.__name__ in FLOWS
+        assert named(function.__name__).flow
 
 
 def test_sharded_parameters_have_a_local_tensor() -> None:

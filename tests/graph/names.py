@@ -13,6 +13,16 @@ from persample.graph.nodes import _strip
 
 NODES = frozenset(_strip(name) for name in dir(torch._C._functions) if not name.startswith("__"))
 
+# Those of no op that anybody calls: leaves, what PyTorch puts where there is nothing to differentiate, copies of views
+# for compilers, nested tensors, PyTorch's own tests.
+NO_OPS = frozenset(
+    name
+    for name in NODES
+    if name in {"AccumulateGrad", "DelayedError", "Error", "NotImplemented", "UndefinedGrad"}
+    or name.endswith(("_copy", "Autograd", "AutogradNestedTensor", "AutogradCUDA"))
+    or name.startswith(("Test", "Nested"))
+)
+
 # Nodes that not all releases have, with those of `persample._releases.TESTED` that do.
 SOME: Mapping[str, frozenset[tuple[int, int]]] = {
     "Cholesky": frozenset({(2, 13)}),

@@ -1,9 +1,10 @@
-"""The page docs/supported-ops.md, made from the tables of rules: `python -m tests.graph.ops_page` writes it."""
+"""The page docs/supported-ops.md, made from the table of ops: `python -m tests.graph.ops_page` writes it."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +12,21 @@ import torch
 from torch import Tensor, nn
 
 import persample as ps
-from persample.graph.flows import FLOWS
-from persample.graph.rules import RULES
+from persample.graph import ops
+from persample.graph.ops.table import Op, named
 from tests.expanded.table import render as expanded_rules
+from tests.graph.names import NO_OPS, NODES
+from tests.graph.table import families, having
 
 PAGE = Path(__file__).parents[2] / "docs" / "supported-ops.md"
 
 INTRODUCTION = """\
 # Supported ops
 Every differentiable op of PyTorch is supported, and exact. This page lists those that are fast: nodes of the autograd
-graph, by the name that `ps.explain` shows without its ending `Backward0`. It is made from the tables of rules by
+graph, by the name that `ps.explain` shows without its ending `Backward0`. It is made from the table of ops by
 `python -m tests.graph.ops_page`.
 
-| an op | not listed here |
+| an op | without a rule, or not listed |
 |---|---|
 | that parameters enter | is called once per sample, with a `PerformanceWarning` |
 | that samples pass through | is sent one or two more backwards per call, which find out where its samples go |
@@ -36,15 +39,18 @@ The nodes that the parameters of PyTorch's layers enter on a CPU, and the factor
 (`F.linear`, `x @ w`) enter the same nodes.
 """
 
-RULES_BEGIN = """\
-## Parameters enter
-Rules by which a parameter's use becomes a factor. A rule that meets a form it does not know (a layout, a complex
-number) leaves it to the slow path.
+ENTRIES_BEGIN = """\
+## Ops
+One table per file of `src/persample/graph/ops/`. Samples are followed by sizes and dims alone, operand by operand where
+these differ; what fits no statement (another rank, an operand that was broadcast) is left to the data of the call. A
+rule that meets a form it does not know (a layout, a complex number) leaves it to the slow path. Views have no rule, as
+no parameter is shared by samples there: what they do to a parameter's factor is in brackets. B samples, T positions,
+C channels, h hidden units.
 """
 
-FLOWS_BEGIN = """\
-## Samples pass through
-Rules by which samples are followed, by sizes and dims alone. B samples, T positions, C channels, h hidden units.
+WITHOUT_BEGIN = """\
+## What has no rule
+Exact all the same, at the price that the table at the top names.
 """
 
 EXPANDED_BEGIN = """\
@@ -61,8 +67,8 @@ def render() -> str:
     """The whole page."""
     with torch.random.fork_rng():
         layers = [LAYERS_BEGIN, layers_table()]
-    rules = [RULES_BEGIN, tables(RULES), FLOWS_BEGIN, tables(FLOWS), EXPANDED_BEGIN, expanded_rules() + "\n"]
-    return "\n".join([INTRODUCTION, *layers, *rules])
+    ops = [ENTRIES_BEGIN, tables(), WITHOUT_BEGIN, without(), EXPANDED_BEGIN, expanded_rules() + "\n"]
+    return "\n".join([INTRODUCTION, *layers, *ops])
 
 
 def layers() -> Iterator[tuple[nn.Module, Sequence[Tensor]]]:
@@ -109,21 +115,52 @@ def _losses(layer: nn.Module, data: Sequence[Tensor]) -> Tensor:
     return (result[0] if isinstance(result, tuple) else result).square().flatten(1).sum(1)
 
 
-def tables(rules: Mapping[str, Any]) -> str:
-    """One table per file of rules, headed by what the file says of itself; nodes with one rule share a row."""
-    files: dict[str, dict[Any, list[str]]] = {}
-    for node, rule in sorted(rules.items()):
-        files.setdefault(rule.__module__, {}).setdefault(rule, []).append(f"`{node}`")
-    by_length = sorted(files.items(), key=lambda entry: (sum(map(len, entry[1].values())) > LONG, entry[0]))
-    return "\n".join(_table(by_rule) for _, by_rule in by_length)
+def tables() -> str:
+    """One table per family, headed by what its file says of itself; nodes of which the same is known share a row."""
+    by_length = sorted(families(), key=lambda family: (len(families()[family]) > LONG, family))
+    return "\n".join(_table(family) for family in by_length)
 
 
-def _table(by_rule: Mapping[Any, list[str]]) -> str:
-    title = first_line(inspect.getmodule(next(iter(by_rule)))).rstrip(".")
+def _table(family: str) -> str:
+    title = first_line(import_module(f"{ops.__name__}.{family}")).rstrip(".")
     head, _, rest = title.partition(": ")
-    lines = [f"### {head}", *([f"{rest[0].upper()}{rest[1:]}.", ""] if rest else []), "| nodes | rule |", "|---|---|"]
-    rows = [f"| {', '.join(nodes)} | {first_line(rule)} |" for rule, nodes in by_rule.items()]
-    return "\n".join([*lines, *rows, ""])
+    lines = [f"### {head}", *([f"{rest[0].upper()}{rest[1:]}.", ""] if rest else [])]
+    lines += ["| nodes | samples | parameters |", "|---|---|---|"]
+    rows: dict[tuple[str, str], list[str]] = {}
+    for name in sorted(families()[family]):
+        op = named(name)
+        if op.flow or op.rule:
+            rows.setdefault((_flows(op), _parameters(op)), []).append(f"`{name}`")
+    return "\n".join([*lines, *[f"| {', '.join(nodes)} | {' | '.join(known)} |" for known, nodes in rows.items()], ""])
+
+
+def _flows(op: Op) -> str:
+    """Where samples go, operand by operand where these differ."""
+    said: dict[str, list[str]] = {}
+    for k, flow in op.flow.items():
+        said.setdefault(first_line(flow), []).append(str(k))
+    if len(said) > 1:
+        return " ".join(f"{', '.join(operands)}: {text}" for text, operands in said.items())
+    return next(iter(said), "–")
+
+
+def _parameters(op: Op) -> str:
+    """What gradients are made of; of a view without a rule, what it does to a factor."""
+    if op.rule is not None:
+        return first_line(op.rule)
+    return "–" if op.lift is None else f"({first_line(op.lift)})"
+
+
+def without() -> str:
+    """The nodes of this release that have no rule, and those of which nothing is known."""
+    unknown = {name for name in NODES if not (named(name).rule or named(name).flow)} - NO_OPS
+    second = {name for name in unknown if name.endswith(("Backward", "BackwardData"))}
+    lists = {
+        "Samples are followed": NODES & having("flow") - having("rule") - having("lift"),
+        "Data decide where samples go": unknown - second,
+        "Data decide, and only a second derivative meets them": second,
+    }
+    return "\n".join(f"{head}: {', '.join(f'`{name}`' for name in sorted(names))}.\n" for head, names in lists.items())
 
 
 def first_line(thing: Any) -> str:

@@ -53,6 +53,7 @@ PRODUCTS = [
         lambda: torch._grouped_mm(*[f(*s).to(torch.bfloat16) for s in ((4, 16), (2, 16, 16))], offs=ENDS),
         {"self": Tensor, "mat2": Tensor, "offs": ENDS},
     ),
+    Row("Cdist", lambda: torch.cdist(M, TABLE, p=1.5), {"x1": M, "x2": TABLE, "p": 1.5, "result": Tensor}),
 ]
 
 POINTWISE = [

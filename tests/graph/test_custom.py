@@ -13,9 +13,10 @@ import persample as ps
 from persample.factors import Dense, Factor, Outer
 from persample.graph import custom
 from persample.graph.custom import teach
-from persample.graph.flows.registry import Layouts, keep
-from persample.graph.rules.registry import Use
+from persample.graph.ops.dims import keep
+from persample.graph.ops.table import Layouts
 from persample.graph.site import Fate, Flow, Site
+from persample.graph.use import Use
 from tests.expanded.helpers import check, r, sizes, squares
 from tests.reference import assert_same, definition
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from persample.graph import fallback
-from persample.graph.fallback import VMAP, push_masked, push_stacked
+from persample.graph.fallback import push_masked, push_stacked
 from persample.graph.layout import Block, Labels, Layout
 from persample.graph.saved import metadata
 from persample.graph.site import Site
@@ -20,6 +20,7 @@ from tests.graph.names import NODES, SOME
 from tests.graph.samples import SAMPLES, Sample
 from tests.graph.samples.leaves import c, f, ids, mask, p, w, z
 from tests.graph.sites import Row, by_edge, rows_by_engine, site_of, wanted
+from tests.graph.table import having, plant
 
 B = 3
 
@@ -35,7 +36,16 @@ def _listed(samples: dict[str, list[Sample]]) -> list[object]:
 
 # Not in the list, and why: vmap refuses them, gets them wrong, or has no batching rule and warns.
 REFUSED: dict[str, list[Sample]] = {
-    "Cdist": [lambda: torch.cdist(w(4, 3), w(5, 3))],  # wrong numbers
+    "Cdist": [  # wrong numbers
+        lambda: torch.cdist(w(4, 3), w(5, 3)),
+        lambda: torch.cdist(w(4, 4, 3), w(4, 3), p=1),  # as many rows as samples
+        lambda: torch.cdist(w(4, 3), w(4, 4, 3), p=0.5),
+        lambda: torch.cdist(w(2, 3, 4, 3), w(1, 1, 5, 3), p=torch.inf),
+        lambda: torch.cdist(w(2, 1, 4, 3), w(4, 5, 3), p=3),
+        lambda: torch.cdist(w(3, 4, 2), w(3, 4, 2), p=0),
+        lambda: torch.cdist(w(4, 0), w(5, 0)),
+        lambda: torch.cdist(w(4, 3), w(0, 3)),
+    ],
     "MaskedSelect": [lambda: w(3).masked_select(mask(4, 3))],  # wrong shape where the mask broadcasts
     "AsStridedScatter": [lambda: torch.as_strided_scatter(w(3), w(2), (2,), (1,), 1)],  # wrong numbers
     "Roll": [lambda: w().roll(1), lambda: w(2, 3).roll(1, 0)],  # rolls the samples of a 0-dim tensor
@@ -59,11 +69,13 @@ REFUSED: dict[str, list[Sample]] = {
 
 
 def test_every_listed_name_has_samples() -> None:
-    assert set(SAMPLES) == VMAP
+    """Those that are written here; PyTorch's own serve the matrix for others."""
+    assert set(SAMPLES) <= having("vmap")
+    assert having("vmap") & NODES <= set(SAMPLES)
 
 
 def test_refused_names_are_not_listed() -> None:
-    assert not VMAP & set(REFUSED)
+    assert not having("vmap") & set(REFUSED)
 
 
 @pytest.mark.parametrize(("name", "sample"), _listed(SAMPLES))
@@ -71,9 +83,9 @@ def test_vmap_gives_what_the_loop_gives(name: str, sample: Sample, monkeypatch: 
     site = _site(name, sample)
     for batch in (1, B):
         for stacks in _stacks(site, batch):
-            monkeypatch.setattr(fallback, "VMAP", frozenset())
+            plant(monkeypatch, name, vmap=False)
             loop = push_stacked(site, stacks, batch, wanted(site))
-            monkeypatch.setattr(fallback, "VMAP", VMAP)
+            plant(monkeypatch, name, vmap=True)
             monkeypatch.setattr(fallback, "_loop", None)  # anything but vmap would fail
             vmapped = push_stacked(site, stacks, batch, wanted(site))
             monkeypatch.undo()

@@ -12,10 +12,11 @@ from torch import Tensor
 import persample as ps
 from persample.factors import Factor, Outer
 from persample.graph import custom, teach
-from persample.graph.flows.registry import Layouts, keep
 from persample.graph.nodes import op_name
-from persample.graph.rules.registry import Use
+from persample.graph.ops.dims import keep
+from persample.graph.ops.table import Layouts
 from persample.graph.site import Fate, Flow, Site
+from persample.graph.use import Use
 from tests.expanded.helpers import r, squares
 from tests.reference import assert_same, definition
 

@@ -9,26 +9,12 @@ import torch
 from torch import Tensor
 
 import persample as ps
-from persample.graph.bundles import _ROWWISE
-from persample.graph.fallback import VMAP
-from persample.graph.flows import FLOWS
-from persample.graph.names import POINTWISE, READS, WEIGHT_VIEWS
 from persample.graph.nodes import op_name
-from persample.graph.pullback import LIFTS
-from persample.graph.rules import RULES
-from persample.graph.tape import SHAPE_FOLLOWS
+from tests.graph.table import FIELDS, having
 from tests.reference import assert_same, definition
 
 TABLES = {
-    "rules": RULES,
-    "flows": FLOWS,
-    "lifts": LIFTS,
-    "pointwise": POINTWISE,
-    "views": WEIGHT_VIEWS,
-    "reads": READS,
-    "rowwise": _ROWWISE,
-    "vmap": VMAP,
-    "following": SHAPE_FOLLOWS,
+    **{field: having(field) for field in FIELDS},
     # What is looked for by name elsewhere.
     "others": ["CheckpointFunction", "CompiledFunction", "BackwardHookFunction", "AccumulateGrad", "CppFunction"],
 }

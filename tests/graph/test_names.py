@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from persample.graph import fallback, names, pullback
-from persample.graph.flows import FLOWS, fibres, products, shapes
 from persample.graph.nodes import op_name
-from persample.graph.rules import RULES
+from persample.graph.ops.table import entries, named
 from tests.graph.names import NODES, SOME, WRAPPERS
 from tests.graph.samples.leaves import c, ids, p, spd, w, z
 from tests.graph.sites import find
 from tests.graph.versions import TESTED, VERSION
 
-TABLES: dict[str, Iterable[str]] = {
-    "flows.FLOWS": FLOWS,
-    "flows.fibres.BATCH_NORMS": fibres.BATCH_NORMS.split(),
-    "flows.products.LETTERS": products.LETTERS,
-    "flows.shapes.SECTIONS": shapes.SECTIONS,
-    "rules.RULES": RULES,
-    "pullback.LIFTS": pullback.LIFTS,
-    "fallback.VMAP": fallback.VMAP,
-    **{f"names.{group}": listed for group, listed in vars(names).items() if isinstance(listed, frozenset)},
-}
 
-
-@pytest.mark.parametrize("table", TABLES)
-def test_names_are_those_of_nodes(table: str) -> None:
-    assert sorted(set(TABLES[table]) - NODES - set(SOME) - WRAPPERS) == []
+def test_names_are_those_of_nodes() -> None:
+    assert sorted({op.name for op in entries()} - NODES - set(SOME) - WRAPPERS) == []
 
 
 @pytest.mark.skipif(VERSION not in TESTED, reason="says nothing of releases that were not tested")
@@ -45,11 +31,7 @@ def test_names_of_some_releases_are_those_of_nodes_there_and_only_there(name: st
 def test_names_of_some_releases_are_of_use(name: str) -> None:
     """Once no supported release has a node, or all have it, its name is to go from the tables, or from here."""
     assert set() < SOME[name] < set(TESTED)
-    assert name in set().union(*TABLES.values())
-
-
-def test_the_groups_of_names_were_found() -> None:
-    assert {"names.POINTWISE", "names.READS"} <= set(TABLES)
+    assert named(name).name == name
 
 
 # Ops whose node is not called as one would guess.
@@ -106,4 +88,4 @@ SPELT: dict[str, Callable[[], Tensor]] = {
 @pytest.mark.parametrize("name", SPELT)
 def test_ops_are_known_by_the_name_of_their_node(name: str) -> None:
     assert op_name(find(SPELT[name](), name)) == name
-    assert name in FLOWS
+    assert named(name).flow

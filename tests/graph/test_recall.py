@@ -13,9 +13,10 @@ from torch import Tensor
 import persample as ps
 from persample.graph import recall
 from persample.graph.layout import Shape
-from persample.graph.tape import SHAPE_FOLLOWS, read
+from persample.graph.tape import read
 from tests.cases import CASES, Case
 from tests.graph.look_alikes import LOOK_ALIKES, N, Program, check, data, is_recalled, leaf, look, nothing_remembered  # noqa: F401
+from tests.graph.table import having
 from tests.reference import Params, assert_same, definition, named
 
 BATCHED = [case for case in CASES if max(case.batches) > 1]
@@ -67,10 +68,10 @@ def test_shapes_that_are_said_to_follow_from_others_do() -> None:
         losses = forward()
         tape = read([losses.grad_fn] if losses.grad_fn is not None else []).tape(named(params).values())
         for node, edges in tape.edges.items():
-            if tape.name(node) in SHAPE_FOLLOWS and edges and None not in edges:
+            if tape.op(node).shape_follows and edges and None not in edges:
                 given = tuple([tape.shape(slot) for slot in edges if slot is not None])
                 found.setdefault((tape.name(node), *given), set()).add(tape.shapes(node))
-    assert len({op for op, *_ in found}) > 0.7 * len(SHAPE_FOLLOWS)
+    assert len({op for op, *_ in found}) > 0.7 * len(having("shape_follows"))
     assert [about for about, shapes in found.items() if len(shapes) > 1] == []
 
 

@@ -11,7 +11,9 @@ import torch
 
 import persample as ps
 from persample.factors import Dense, Factor
-from persample.graph.rules.registry import RULES, Use
+from persample.graph.ops.table import named
+from persample.graph.use import Use
+from tests.graph.table import plant
 from tests.modes import default_dtype
 from tests.programs.fuzz import __main__ as command
 from tests.programs.fuzz.generate import generate
@@ -64,7 +66,7 @@ def run_text(text: str) -> None:
     ("node", "op"), [("NativeLayerNorm", "layer_norm"), ("Embedding", "embedding"), ("Convolution", "conv")]
 )
 def test_a_planted_bug_is_found_shrunk_and_printed(monkeypatch: pytest.MonkeyPatch, node: str, op: str) -> None:
-    monkeypatch.setitem(RULES, node, doubled(RULES[node]))
+    plant(monkeypatch, node, rule=doubled(named(node).rule))
     hunt = Hunt(say=lambda text: None)
     using = (seed for seed in count() if (s := generate(seed)) and op in s.program and s.runs[0].dtype == "float64")
     for seed in islice(using, 20):
@@ -129,7 +131,7 @@ def test_independence_is_asked_where_the_graph_shows_it(end: str) -> None:
 
 
 def test_numbers_statements_and_expressions_become_simple(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(RULES, "Mm", doubled(RULES["Mm"]))
+    plant(monkeypatch, "Mm", rule=doubled(named("Mm").rule))
     lines = ("B = 4", "x1 = data(B, 3)", "w1 = weight(x1.shape[-1], 5)", "w2 = weight(5)", "h1 = torch.tanh(x1 @ w1)")
     program = script(*lines, "h2 = (h1 + w2).relu()", "losses = h2.square().sum(1)", params=("w1", "w2"))
     with pytest.raises(Finding) as found:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from torch.autograd.graph import Node
 
 from ..factors import Dense, Factor, combine
-from ..graph.flows.registry import Layouts
 from ..graph.invoke import call
 from ..graph.layout import Layout, Shape, sample_dims
 from ..graph.nodes import is_leaf
-from ..graph.rules.registry import Use
+from ..graph.ops.table import Layouts
 from ..graph.site import Fate, Flow, Site
+from ..graph.use import Use
 from .contributions import contributions
 from .samples import along
 

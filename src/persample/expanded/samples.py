@@ -28,8 +28,6 @@ from ..graph.site import Flow, weights_only
 from ..graph.tape import Tape
 from .verdicts import Data, Disagreement, Reading, UnknownBatch, Verdict
 
-# Nodes that save their data: under which name, and how many of its first dims the result keeps (0: all).
-_SAVED_DATA = {"Addmm": ("mat1", 1), "Mm": ("self", 1), "Convolution": ("input", 1), "Embedding": ("indices", 0)}
 _TRIES = 64  # readings of one set of tensors
 _Start = tuple[NodeSlot, Tensor, list[Layout]]  # a place to start from, its cotangent, and where its samples may lie
 
@@ -229,7 +227,7 @@ class Samples:
         """Results of ops that were given an input of the call, though no function of weights was seen to be."""
         for number in tape.order:
             node = tape.node(number)
-            name, rows = _SAVED_DATA.get(tape.name(number), ("", 0))
+            name, rows = tape.op(number).saved_data or ("", 0)
             x = tensor(node, name) if name and not in_checkpoint(node) else None
             layout = None if x is None else self.of_input(x)
             if x is not None and layout is not None:

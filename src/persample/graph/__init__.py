@@ -11,5 +11,23 @@ The words used here:
 
 from . import fused
 from .custom import COMPILED, keeps_samples_apart, teach
+from .ops import (  # noqa: F401  entered into the table
+    along_dims,
+    attention,
+    convolutions,
+    distances,
+    images,
+    linear_algebra,
+    losses,
+    norms,
+    pointwise,
+    products,
+    recurrence,
+    scatters,
+    sections,
+    tables,
+    views,
+    wrappers,
+)
 
 __all__ = ["COMPILED", "fused", "keeps_samples_apart", "teach"]

@@ -10,14 +10,11 @@ from torch import Tensor
 from .compiled import is_compiled
 from .contraction import read_contraction
 from .custom import is_known, taught
-from .flows import FLOWS
-from .flows.products import LETTERS
-from .flows.registry import only, whole
-from .flows.shapes import SECTIONS
 from .layout import NOBODY, Block, Labels, Layout, Shape, join
 from .library import unspent
-from .names import POINTWISE
 from .nodes import is_opaque
+from .ops.dims import only, whole
+from .ops.table import Op
 from .probe import probe_call, probe_node, probe_slots
 from .roots import Roots
 from .rows import Below, below_product
@@ -25,9 +22,8 @@ from .saved import in_checkpoint
 from .site import Fate, Flow, Site, Sites, weights_only
 from .tape import Slot, Tape
 
-_BY_SHAPE = POINTWISE | {"View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "T"}
 _MOST = 65536
-_FATES: dict[tuple[str, Shape, Block, Shape], Block | Flow] = {}  # what was found for such an op before
+_FATES: dict[tuple[Op, Shape, Block, Shape], Block | Flow] = {}  # what was found for such an op before
 
 
 @dataclass(slots=True)
@@ -97,14 +93,14 @@ class _Assignment:
 
     def _flow_by_shape(self, node: int, shape: Shape, layout: Block) -> bool:
         """The common case, remembered: ops whose flow depends on shapes alone; False if this is not one."""
-        name = self.tape.name(node)
-        if name not in _BY_SHAPE or 0 in shape:
+        op = self.tape.op(node)
+        if not op.by_shape or 0 in shape:
             return False
         flows, cotangents = self.map.flows, self.map.cotangents
         for k, slot in enumerate(self.tape.edges[node]):
             if slot is None:
                 continue
-            key = (name, shape, layout, self.tape.shape(slot))
+            key = (op, shape, layout, self.tape.shape(slot))
             fate = _FATES.get(key)
             if fate is None:
                 found = self._by_rule(self.map.sites[node], k, [layout])
@@ -125,7 +121,7 @@ class _Assignment:
         asked: list[Fate] = []
         for k, slot in site.outputs:
             fate: Fate = None
-            if site.name not in SECTIONS and not is_opaque(site.node):
+            if not site.op.section and not is_opaque(site.node):
                 fate = whole(layouts, len(self.tape.shape(slot)))
             if fate is None:
                 fate = self._by_rule(site, k, layouts)
@@ -138,7 +134,7 @@ class _Assignment:
         """Sizes and dims did not decide: is it a weight, and if not, what do this call's numbers say?"""
         if site.is_weight(k) and not self._is_used_as_data(site, k):
             return Flow.SHARED
-        if site.name in LETTERS and not is_opaque(site.node):
+        if site.op.product is not None and not is_opaque(site.node):
             return self._by_product(site, k, layouts)
         self.map.probed.add(site.index)
         if is_opaque(site.node) and not is_compiled(site.node):
@@ -180,7 +176,7 @@ class _Assignment:
         """Has a leaf that may be data a place for every sample here, other than as operand of a product?"""
         slot = site.edges[k]
         unclear = slot is not None and not set(self.tape.maybe_data).isdisjoint(self.tape.below(slot[0]))
-        return unclear and site.name not in LETTERS and site.shapes[0] == site.target(k)
+        return unclear and site.op.product is None and site.shapes[0] == site.target(k)
 
     @property
     def compiled(self) -> bool:
@@ -217,9 +213,8 @@ class _Assignment:
     def _by_rule(self, site: Site, k: int, layouts: Sequence[Layout | None]) -> Fate:
         if is_opaque(site.node):
             known = taught(site.node)
-            return Flow.PROBE if known is None or known.flow is None else known.flow(site, k, layouts)
-        rule = FLOWS.get(site.name)
-        return Flow.PROBE if rule is None else rule(site, k, layouts)
+            return Flow.PROBE if known is None else known.where(site, k, layouts)
+        return site.op.where(site, k, layouts)
 
     def _merge(self, slot: Slot, fate: Fate) -> None:
         """Add one more contribution to a cotangent."""

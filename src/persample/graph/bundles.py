@@ -24,18 +24,6 @@ from .tape import Tape
 if TYPE_CHECKING:
     from .plan import CapturePlan
 
-_NORM = ("input", "result1", "result2")
-# Ops whose rules treat rows apart from one another: what each output reads row by row, and what must be the same.
-_ROWWISE: dict[str, tuple[dict[int, tuple[str, ...]], tuple[str, ...]]] = {
-    "Addmm": ({0: (), 2: ("mat1",)}, ("alpha", "beta")),
-    "Mm": ({1: ("self",)}, ()),
-    "NativeLayerNorm": ({1: _NORM, 2: ()}, ()),
-    "NativeGroupNorm": ({1: _NORM, 2: _NORM}, ("group",)),
-    "Convolution": (
-        {1: ("input",), 2: ("input",)},
-        ("stride", "padding", "dilation", "transposed", "output_padding", "groups"),
-    ),
-}
 _LARGEST = 2**16  # numbers in a cotangent; of larger ones, a copy costs more than it saves
 _MOST = 2**23  # numbers that a forward pass may keep, as bundles wait for the end of the backward
 Saved = Mapping[str, Tensor | None]
@@ -53,8 +41,9 @@ class Bundle:
 
     def reading(self, tape: Tape) -> Bundle:
         """This bundle with what its nodes have saved, in the graph of this call."""
-        reads = _ROWWISE[tape.name(self.nodes[0])][0]
-        names = dict.fromkeys([name for k in self.outputs for name in reads[k]])
+        rowwise = tape.op(self.nodes[0]).rowwise
+        assert rowwise is not None
+        names = dict.fromkeys([name for k in self.outputs for name in rowwise.reads[k]])
         with unnoted():
             saved = [{name: tensor(tape.node(n), name) for name in names} for n in self.nodes]
         return replace(self, saved=saved)
@@ -78,7 +67,7 @@ class Bundle:
 
         What a product has saved follows from its weight and its cotangent, both of which are as they were then.
         """
-        return tape.name(self.nodes[0]) in ("Mm", "Addmm") or self.is_alike(tape)
+        return tape.op(self.nodes[0]).product is not None or self.is_alike(tape)
 
     def saved_rows(self, places: Sequence[int], rounds: int) -> dict[str, Tensor]:
         """What the nodes at these places have saved, as rows of one op."""
@@ -120,10 +109,10 @@ def _kind(plan: CapturePlan, use: Bundle) -> Hashable:
     """Equal for uses that can be in one bundle; None for those that cannot be in any."""
     (number,) = use.nodes
     tape = plan.tape
-    node, name, shapes = tape.node(number), tape.name(number), tape.shapes(number)
-    if name not in _ROWWISE:
+    node, op, shapes = tape.node(number), tape.op(number), tape.shapes(number)
+    if op.rowwise is None:
         return None
-    reads, options = _ROWWISE[name]
+    reads, options = op.rowwise.reads, op.rowwise.options
     layout, size = plan.map.cotangents.get((number, 0)), prod(shapes[0])
     whole_rows = size and isinstance(layout, Block) and layout.inner % prod(shapes[0][1:]) == 0
     if not whole_rows or not reads.keys() >= set(use.outputs) or size > _LARGEST or in_checkpoint(node):
@@ -136,7 +125,7 @@ def _kind(plan: CapturePlan, use: Bundle) -> Hashable:
         ways.append((k, len(views), tape.shapes(leaf), metadata(tape.node(leaf))[0].dtype))
     below = tape.edges[number][0]
     given = None if below is None else tape.shape(below)  # the input's, if it was computed from parameters
-    return name, shapes, given, layout, tuple(ways), tuple([value(node, o) for o in options if has(node, o)])
+    return op, shapes, given, layout, tuple(ways), tuple([value(node, o) for o in options if has(node, o)])
 
 
 def _only_way(plan: CapturePlan, number: int, k: int) -> Iterator[int]:
@@ -144,5 +133,6 @@ def _only_way(plan: CapturePlan, number: int, k: int) -> Iterator[int]:
     slot = plan.tape.edges[number][k]
     while slot is not None:
         yield slot[0]
-        alone = plan.waiting[slot[0]] == 1 and plan.tape.name(slot[0]) == "T"
+        op = plan.tape.op(slot[0])
+        alone = plan.waiting[slot[0]] == 1 and op.view and not op.has_options
         slot = plan.tape.edges[slot[0]][0] if alone else None

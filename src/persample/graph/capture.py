@@ -29,14 +29,14 @@ from .invoke import call, sum_to
 from .layout import Block, Layout, labels
 from .library import unspent
 from .nodes import NodeSlot, is_opaque
+from .ops.broadcast import by_probe
+from .ops.recurrence import spared
 from .plan import CapturePlan
 from .pullback import lifted, pull
-from .registry import or_else
 from .roots import Roots
-from .rules import RULES, Use, by_probe
-from .rules.recurrent import spared
 from .site import Flow, Site
 from .tape import Slot
+from .use import Use
 
 # Called with the factor of one parameter, or of several: their samples are one parameter's after another's.
 Sink = Callable[[Sequence[str], Factor], None]
@@ -188,9 +188,8 @@ class Capture:
         if is_opaque(use.site.node):
             known = taught(use.site.node)
             with saved.unpacked_often(use.site.node):
-                return None if known is None else or_else(None, known.rule)(use)
-        fast = RULES.get(use.site.name)
-        factor = None if fast is None else fast(use)
+                return None if known is None else known.factor(use)
+        factor = use.site.op.factor(use)
         return factor if factor is not None or flow is Flow.MIXED else by_probe(use)
 
     def _separable_edge(self, use: Use, flow: Layout) -> Factor | None:

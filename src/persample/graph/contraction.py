@@ -9,26 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .flows.products import LETTERS
 from .layout import NOBODY, Layout, labels
 from .notes import by_data
 from .probe import fit
 from .site import Fate, Flow, Site
 
-# Under which names the operands are saved, in the order of the backward outputs that have letters.
-_SAVED: dict[str, tuple[str, str]] = {
-    "Mm": ("self", "mat2"),
-    "Addmm": ("mat1", "mat2"),
-    "SparseAddmm": ("mat1", "mat2"),
-    "Bmm": ("self", "mat2"),
-    "Baddbmm": ("batch1", "batch2"),
-    "Addbmm": ("batch1", "batch2"),
-    "Mv": ("self", "vec"),
-    "Addmv": ("mat", "vec"),
-    "Addr": ("vec1", "vec2"),
-    "Dot": ("self", "tensor"),
-    "Vdot": ("self", "other"),
-}
 _EXACT = 2**53  # whole numbers up to here are exact in float64
 
 
@@ -38,9 +23,11 @@ def read_contraction(site: Site, k: int, layout: Layout, g: Tensor | None = None
     With the cotangent ``g`` itself, its own zeros count as well.
     """
     by_data()
-    letters, operands = LETTERS[site.name]
+    product = site.op.product
+    assert product is not None
+    letters, operands = product.result, product.operands
     first, second = operands
-    other, name = (second, _SAVED[site.name][1]) if k == first else (first, _SAVED[site.name][0])
+    other, name = (second, product.saved[1]) if k == first else (first, product.saved[0])
     matrix, target = site.tensor(name), site.target(k)
     passes = ((matrix if matrix.layout == torch.strided else matrix.to_dense()) != 0).to(torch.float64)
     mark = labels(layout, site.shapes[0], passes.device)

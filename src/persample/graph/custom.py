@@ -8,7 +8,6 @@ from outside at all, if it is given data and weights: it can be stated here.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final, TypeVar
 
 import torch
@@ -16,20 +15,12 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from .compiled import is_compiled
-from .flows.registry import Rule as FlowRule
-from .library import Op, op_of, qualified, registered
-from .rules.registry import Rule
+from .library import Op as LibraryOp
+from .library import op_of, qualified, registered
+from .ops.table import EVERY, FlowRule, Op, Rule
 from .saved import function_of, is_custom
 
 __all__ = ["COMPILED", "is_known", "is_vouched_for", "keeps_samples_apart", "taught", "teach"]
-
-
-@dataclass(frozen=True, slots=True)
-class Taught:
-    """What is known of one Function: its factors, and where it sends samples (None: found out by running it)."""
-
-    rule: Rule
-    flow: FlowRule | None = None
 
 
 class Compiled:
@@ -42,10 +33,10 @@ class Compiled:
 COMPILED: Final = Compiled()
 
 Key = type | str | Compiled  # a Function, the qualified name of an op, or all compiled regions
-Taken = type[torch.autograd.Function] | Op
-T = TypeVar("T", bound="type[torch.autograd.Function] | Op | Compiled")
+Taken = type[torch.autograd.Function] | LibraryOp
+T = TypeVar("T", bound="type[torch.autograd.Function] | LibraryOp | Compiled")
 
-_TAUGHT: dict[Key, Taught] = {}
+_TAUGHT: dict[Key, Op] = {}
 _APART: set[Key] = set()
 
 
@@ -88,9 +79,7 @@ def teach(function: Taken, flow: FlowRule | None = None) -> Callable[[Rule], Rul
     key = _key(function)
 
     def enter(rule: Rule) -> Rule:
-        if key in _TAUGHT:
-            raise ValueError(f"{_shown(key)} already has a rule")
-        _TAUGHT[key] = Taught(rule, flow)
+        enter_op(key, rule, flow)
         return rule
 
     return enter
@@ -135,7 +124,15 @@ def keeps_samples_apart(function: T) -> T:
     return function
 
 
-def taught(node: Node) -> Taught | None:
+def enter_op(key: Key, rule: Rule | None, flow: FlowRule | None) -> None:
+    """Enter what is known of a Function or an op of ``torch.library``, by its key."""
+    if key in _TAUGHT:
+        raise ValueError(f"{_shown(key)} already has a rule")
+    flows = {} if flow is None else {EVERY: flow}
+    _TAUGHT[key] = Op(name=_shown(key), rule=rule, flow=flows, all_cotangents=True)
+
+
+def taught(node: Node) -> Op | None:
     """What is known of a custom node."""
     return _TAUGHT.get(_key_of(node)) if is_custom(node) else None
 

@@ -23,7 +23,6 @@ from .compiled import is_compiled
 from .custom import is_known
 from .interaction import interactions
 from .layout import Layout, sample_dims
-from .names import WEIGHT_VIEWS
 from .nodes import NodeSlot, is_opaque, op_name
 from .notes import noting
 from .plan import CapturePlan, plan
@@ -249,7 +248,7 @@ def _is_unseen(tape: Tape, number: int) -> bool:
 
 def _is_data_leaf(tape: Tape, slot: Slot | None) -> bool:
     """Is this a leaf that may be data, or a view of one?"""
-    while slot is not None and tape.name(slot[0]) in WEIGHT_VIEWS:
+    while slot is not None and tape.op(slot[0]).view:
         (slot,) = tape.edges[slot[0]]
     return slot is not None and (slot[0] in tape.data or slot[0] in tape.maybe_data)
 

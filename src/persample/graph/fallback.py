@@ -14,33 +14,6 @@ from .nodes import is_opaque
 from .saved import holds_sparse, in_backward, in_checkpoint, in_own_task, in_plain_task
 from .site import Site
 
-# Node types whose backward was seen to give the same numbers under vmap as in a loop (tests/graph/test_fallback.py).
-VMAP = frozenset(
-    name
-    for line in (
-        "Abs Acos Acosh Add Addcdiv Addcmul Alias Angle Asin Asinh Atan Atan2 Atanh BinaryCrossEntropy",
-        "BinaryCrossEntropyWithLogits Ceil Celu Clamp ClampMax ClampMin Clone Complex Conj Copysign Cos Cosh",
-        "Deg2Rad Digamma Div Elu Erf Erfc Erfinv Exp Exp2 Expm1 Floor Fmax Fmin Fmod Frac Gelu Hardshrink",
-        "Hardsigmoid Hardswish Hardtanh HuberLoss Hypot I0 Ldexp LeakyRelu Lerp Lgamma Log Log10 Log1P Log2",
-        "LogSigmoid Logaddexp Logaddexp2 Logit MaskedFill Maximum Minimum MseLoss Mul NanToNum NativeDropout Neg",
-        "Polar Polygamma Pow PreluKernel Rad2Deg Reciprocal Relu Remainder Round Rsqrt Rsub Sgn Sigmoid Sign Silu",
-        "Sin Sinc Sinh SmoothL1Loss Softplus Softshrink SpecialEntr SpecialErfcx SpecialI0E SpecialI1 SpecialI1E",
-        "SpecialLogNdtr SpecialNdtri SpecialXlog1Py Sqrt Sub Tan Tanh Threshold ToCopy Trunc Where Xlogy",
-        "Cat ConstantPadNd DiagEmbed Diagonal Expand Permute Repeat ReshapeAlias Select Slice Split",
-        "SplitWithSizes Squeeze Stack T Trace Transpose Tril Triu Unbind UnsafeSplit UnsafeView Unsqueeze View",
-        "ViewAsComplex",
-        "Amax Amin Aminmax Cumprod Cumsum Glu Kthvalue LinalgVectorNorm LogSoftmax Logcumsumexp Logsumexp Max",
-        "Mean Median Min Mode Nanmedian Nansum Norm Prod Renorm SafeSoftmax Softmax Sort Std StdMean Sum Topk Var",
-        "VarMean",
-        "Index IndexAdd IndexCopy IndexFill IndexPut IndexSelect Scatter ScatterAdd",
-        "Addbmm Addmm Addmv Addr Baddbmm Bmm CholeskyInverse CholeskySolve Dot EuclideanDist FftC2C FftC2R FftR2C",
-        "LinalgCholeskyEx LinalgCross LinalgDet LinalgInvEx LinalgLu LinalgLuFactorEx LinalgLuSolve",
-        "LinalgMatrixExp LinalgPinv LinalgQr LinalgSlogdet LinalgSolveEx LinalgSolveTriangular LuUnpack Mm Mv",
-        "Vdot",
-    )
-    for name in line.split()
-)
-
 
 def one_hot_cotangents(g: Tensor, layout: Layout) -> Iterable[Tensor]:
     """For every sample, ``g`` with all other samples' elements set to zero."""
@@ -66,7 +39,7 @@ def push_masked(
 
 def loops(site: Site) -> bool:
     """Will stacks go through this node one sample at a time, for want of anything better?"""
-    return site.name not in VMAP or is_opaque(site.node)
+    return not site.op.vmap or is_opaque(site.node)
 
 
 def push_stacked(site: Site, stacks: Sequence[Tensor | None], batch: int, wanted: Sequence[int]) -> dict[int, Tensor]:

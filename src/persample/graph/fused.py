@@ -19,11 +19,13 @@ from ..factors.deferred import Deferred
 from ..factors.moves import Cast
 from ..kernels.cross_entropy import logit_gradients
 from ..kernels.norms import wide
-from .custom import _TAUGHT, Taught
-from .flows.registry import Layouts, keep, only, whole
+from .custom import enter_op
+from .layout import Fate, Flow
 from .library import BY_ROW, PRECOMPUTED, arguments, ignored_class, rows_at_a_time
-from .rules.registry import Use
-from .site import Fate, Flow, Site
+from .ops.dims import keep, only, whole
+from .ops.table import Layouts
+from .site import Site
+from .use import Use
 
 
 def rows_apart(site: Site, k: int, layouts: Layouts) -> Fate:
@@ -32,17 +34,13 @@ def rows_apart(site: Site, k: int, layouts: Layouts) -> Fate:
     one = whole(layouts, len(target))
     if one is not None:
         return one
-    return keep(only(layouts), shape, target, [0]) if k == 0 else Flow.SHARED
+    return keep(only(layouts), shape, target, [0], 2) if k == 0 else Flow.SHARED
 
 
 def all_rows(site: Site, k: int, layouts: Layouts) -> Fate:
     """One loss for all rows: they are the sample's whose loss it is."""
     one = whole(layouts, len(site.target(k)))
     return Flow.PROBE if one is None else one
-
-
-def no_rule(use: Use) -> None:
-    """Gradients that were computed in the forward pass are fetched by calling the node."""
 
 
 class _Rows:
@@ -127,5 +125,5 @@ def _kept(rows: _Rows, memo: dict[str, Any]) -> Tensor:
 _ARGUMENTS = tuple(
     "input linear_weight target linear_bias weight ignore_index batch_chunk_size acc_policy acc_dtype".split()
 )
-_TAUGHT[BY_ROW] = Taught(linear_cross_entropy, rows_apart)
-_TAUGHT[PRECOMPUTED] = Taught(no_rule, all_rows)
+enter_op(BY_ROW, linear_cross_entropy, rows_apart)
+enter_op(PRECOMPUTED, None, all_rows)  # its gradients were computed in the forward pass: they are fetched by calling it

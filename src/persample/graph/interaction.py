@@ -9,19 +9,13 @@ from __future__ import annotations
 
 from . import saved
 from .assign import SampleMap
-from .flows.fibres import BATCH_NORMS, WINDOWS, mixed_dims, normalises_batch
-from .flows.products import LETTERS
 from .layout import Labels, Layout, labels, sample_dims
 from .library import PRECOMPUTED, op_of
-from .names import READS, WEIGHT_VIEWS
 from .nodes import is_opaque
 from .readers import misread
 from .rows import Alignment, Below, goes_by_sample, memory_of_rows
 from .site import Flow, computes_with_data
 from .tape import Tape
-
-_BATCH_NORMS = frozenset(BATCH_NORMS.split())
-_RANKS = frozenset({"Sort", "Topk"})
 
 
 def interactions(tape: Tape, map: SampleMap, *, thoroughly: bool = False) -> list[str]:
@@ -49,7 +43,7 @@ def _trails(tape: Tape, map: SampleMap, meeting: set[int]) -> dict[str, None]:
         if node in meeting and node not in told:
             found.update(trail)
             told.add(node)
-        step = {} if name in WEIGHT_VIEWS else {name: None}
+        step = {} if tape.op(node).view else {name: None}
         for slot in tape.edges[node]:
             if slot is not None and slot[0] in map.batched:
                 trails.setdefault(slot[0], {}).update({**trail, **step} if node in map.batched else {name: None})
@@ -66,17 +60,18 @@ def _meets(tape: Tape, map: SampleMap, node: int, partly: bool) -> bool:
     if saved.is_custom(custom) and op_of(custom) == PRECOMPUTED:  # rows of data, added up where nobody sees it
         return True
     data = {*tape.data, *tape.maybe_data}
-    return mixed and any(n in tape.fed or n in data or tape.name(n) in READS for n in tape.below(node))
+    return mixed and any(n in tape.fed or n in data or tape.op(n).new_rows is not None for n in tape.below(node))
 
 
 def _batch_statistics(tape: Tape, map: SampleMap) -> list[str]:
     """Batch norms that average over samples: seen even where nothing trainable lies below."""
     found = []
     for node in tape.order:
-        if tape.name(node) not in _BATCH_NORMS:
+        averages = tape.op(node).averages_batch
+        if averages is None or node in map.batched:
             continue
         site = map.sites[node]
-        if normalises_batch(site) and node not in map.batched:
+        if averages(site):
             layout = map.cotangents.get((node, 0))
             channels = 1 if len(site.shapes[0]) > 1 else 0
             if isinstance(layout, Layout) and any(d != channels for d in sample_dims(layout, site.shapes[0])):
@@ -88,12 +83,13 @@ def _mixed_data(tape: Tape, map: SampleMap) -> list[str]:
     """Ops that are given data and have results of different samples in one window, norm or sequence of them."""
     found = []
     for node in tape.order:
-        if node in map.batched or node not in tape.fed or tape.name(node) not in WINDOWS:
+        mixed = tape.op(node).mixed_dims
+        if mixed is None or node in map.batched or node not in tape.fed:
             continue
         site, layout = map.sites[node], map.cotangents.get((node, 0))
         if site.edges[0] is not None or not isinstance(layout, Layout):
             continue
-        shape, dims = mixed_dims(site)
+        shape, dims = mixed(site)
         if sample_dims(layout, site.shapes[0]) == (0,) and 0 not in dims:
             continue
         mark = labels(layout, site.shapes[0]).expand(site.shapes[0]).reshape(shape)
@@ -106,10 +102,11 @@ def _mixing_weights(tape: Tape, map: SampleMap) -> list[str]:
     """Products of data with a weight that has a row for every sample, and a column for what may be every other."""
     found = []
     for node in tape.order:
-        if node in map.batched or node not in tape.fed or tape.name(node) not in LETTERS:
+        product = tape.op(node).product
+        if product is None or node in map.batched or node not in tape.fed:
             continue
         site, layout = map.sites[node], map.cotangents.get((node, 0))
-        letters, operands = LETTERS[site.name]
+        letters, operands = product.result, product.operands
         weights = [k for k in operands if site.edges[k] is not None and site.is_weight(k)]
         if len(weights) != 1 or not isinstance(layout, Layout):
             continue
@@ -126,7 +123,7 @@ def _counted_rows(tape: Tape, map: SampleMap) -> list[str]:
     """Embeddings whose gradients are divided by how often the whole batch reads a row."""
     found = []
     for node in tape.order:
-        if node not in map.batched and tape.name(node) in ("Embedding", "EmbeddingBag"):
+        if tape.op(node).counts_reads and node not in map.batched:
             site, layout = map.sites[node], map.cotangents.get((node, 0))
             if isinstance(layout, Layout) and site.value("scale_grad_by_freq") and sample_dims(layout, site.shapes[0]):
                 found.append(site.name)
@@ -151,7 +148,7 @@ def _ranked(tape: Tape, map: SampleMap) -> list[str]:
     found = []
     for node in tape.order:
         layout, shape = map.cotangents.get((node, 0)), tape.shapes(node)[0]
-        if tape.name(node) in _RANKS and node not in map.batched and isinstance(layout, Layout) and shape:
+        if tape.op(node).ranks and node not in map.batched and isinstance(layout, Layout) and shape:
             along = map.sites[node].number("dim") % len(shape)
             found += [tape.name(node)] if along in sample_dims(layout, shape) else []
     return found
@@ -184,7 +181,7 @@ def _holding_samples(tape: Tape, map: SampleMap) -> set[int]:
         if node in fed:
             origin = alignment.origin(node, map.batch)
             found.update([node] if origin is Below.SAMPLES else [])
-            excused.update([node] if origin is Below.ALIGNED and tape.name(node) not in READS else [])
+            excused.update([node] if origin is Below.ALIGNED and tape.op(node).new_rows is None else [])
         alignment.descend(node)
     return found | (_used_by_sample(tape, map, excused) if excused else set())
 

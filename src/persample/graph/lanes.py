@@ -9,8 +9,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from .flows.pointwise import broadcast_dims
-from .layout import Block, Layout, Shape, labels, sample_dims, split
+from .layout import Block, Layout, Shape, broadcast_dims, labels, sample_dims, split
 
 
 class Lanes:

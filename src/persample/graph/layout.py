@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import lru_cache
 from math import prod
 
@@ -43,6 +44,17 @@ class Labels:
 
 
 Layout = Block | Labels
+
+
+class Flow(Enum):
+    """What a backward output can be, other than separable."""
+
+    SHARED = "shared"  # a sum over samples: the gradient of something all samples use
+    MIXED = "mixed"  # elements that depend on several samples' cotangents in some other way
+    PROBE = "probe"  # sizes and dims do not decide: look at the data of this call
+
+
+Fate = Layout | Flow | None  # None: nothing flows here
 
 
 @lru_cache(maxsize=65536)
@@ -126,6 +138,13 @@ def carry(layout: Layout, shape: Shape, to_shape: Shape, to_dims: Sequence[int |
     sizes = {to: shape[d] for to, d in moved}
     index = index.reshape([sizes.get(e, 1) for e in range(len(to_shape))])
     return Labels(layout.batch, index) if isinstance(layout, Labels) else simplify(index, to_shape, layout.batch)
+
+
+@lru_cache(maxsize=65536)
+def broadcast_dims(shape: Shape, target: Shape) -> tuple[int | None, ...]:
+    """For every dim of ``shape``, the dim of the broadcast operand ``target`` it came from (None: repeated)."""
+    offset = len(shape) - len(target)
+    return tuple(d - offset if d >= offset and target[d - offset] == n else None for d, n in enumerate(shape))
 
 
 def reshape(layout: Layout, shape: Shape, to_shape: Shape) -> Layout:

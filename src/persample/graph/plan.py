@@ -11,7 +11,6 @@ from torch import Tensor
 from .assign import SampleMap, assign
 from .bundles import Bundle
 from .gather import Source
-from .names import WEIGHT_VIEWS
 from .nodes import NodeSlot
 from .roots import Roots
 from .site import Sites
@@ -122,8 +121,6 @@ def _contributions(plan: CapturePlan) -> dict[int, int]:
 
 def _activations(plan: CapturePlan) -> int:
     """The results of all ops on samples that are not views."""
-    nodes = [n for n in plan.tape.order if n not in plan.map.batched and plan.tape.name(n) not in _VIEWS]
+    nodes = [n for n in plan.tape.order if n not in plan.map.batched]
+    nodes = [n for n in nodes if not (plan.tape.op(n).view or plan.tape.op(n).shares_memory)]
     return sum([prod(shape) for node in nodes for shape in plan.tape.shapes(node)])
-
-
-_VIEWS = WEIGHT_VIEWS | {"Expand", "Slice", "Select"}

@@ -14,14 +14,10 @@ import torch
 from torch import Tensor
 
 from .assign import SampleMap
-from .flows.fibres import CONVOLUTIONS, WINDOWS
-from .flows.products import LETTERS
 from .layout import NOBODY, Layout, Shape, labels
 from .rows import constant_dims
 from .site import Site
 from .tape import Tape
-
-_TABLES = frozenset({"Embedding", "IndexSelect", "Index", "UnsafeIndex"})
 
 
 def misread(tape: Tape, map: SampleMap) -> list[str]:
@@ -46,24 +42,24 @@ def _given_data(tape: Tape, map: SampleMap) -> Iterator[tuple[Site, Tensor, list
             continue
         site = map.sites[node]
         shape = site.shapes[0]
-        brought = range(len(shape)) if tape.name(node) in CONVOLUTIONS else constant_dims(site.node, shape)
+        brought = range(len(shape)) if site.op.convolution else constant_dims(site.node, shape)
         dims = [d for d in brought if shape[d] > 1]  # channels of a convolution are its groups' own affair
-        if tape.name(node) in _TABLES:
+        if site.op.read_dims is not None:
             dims = [d for d in dims if d < len(shape) - 1]  # the last one is the table's
         if any(shape[d] % map.batch == 0 for d in dims):
             yield site, labels(layout, shape), dims
 
 
 def _takes_data(map: SampleMap, tape: Tape, node: int) -> bool:
-    name = tape.name(node)
-    if name in _TABLES:
+    op = tape.op(node)
+    if op.read_dims is not None:
         return map.sites[node].edges[0] is not None and map.sites[node].is_weight(0)
     if node not in tape.fed:
         return False
-    if name in LETTERS:
+    if op.product is not None:
         site = map.sites[node]
-        return any(site.edges[k] is not None and site.is_weight(k) for k in LETTERS[name][1])
-    return name in WINDOWS and tape.edges[node][0] is None
+        return any(site.edges[k] is not None and site.is_weight(k) for k in op.product.operands)
+    return op.mixed_dims is not None and tape.edges[node][0] is None
 
 
 def _is_shared(mark: Tensor, shape: Shape, dims: list[int], batch: int) -> bool:

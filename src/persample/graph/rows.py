@@ -20,13 +20,10 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from . import saved
-from .flows import FLOWS
-from .flows.fibres import CONVOLUTIONS
-from .flows.products import LETTERS
 from .layout import Block, Layout, Shape, reshape, same, sample_dims, simplify, strides
-from .names import POINTWISE, READS
-from .nodes import is_opaque, op_name
+from .nodes import is_opaque
 from .notes import ask
+from .ops.table import lookup
 from .site import Site, Sites, computes_with_data, weights_only
 from .tape import Slot, Tape
 
@@ -129,7 +126,7 @@ def _with_dims(places: Layout | None, shape: Shape, dims: Collection[int]) -> La
 
 def _weights_dims(tape: Tape, site: Site, k: int) -> set[int]:
     """The dims of an operand that a weight beside it has, too: these are not the samples' either."""
-    if site.name not in POINTWISE or is_opaque(site.node):
+    if not site.op.pointwise or is_opaque(site.node):
         return set()
     target = site.target(k)
     others = [slot for at, slot in enumerate(site.edges) if slot is not None and at != k]
@@ -140,40 +137,25 @@ def _weights_dims(tape: Tape, site: Site, k: int) -> set[int]:
 
 def _followed(site: Site, k: int, places: Layout) -> Layout | None:
     """Where places go in output k of a node: all together, or at least those along single dims."""
-    shape, target, rule = site.shapes[0], site.target(k), FLOWS.get(site.name)
-    in_place = site.name in ("AsStrided", "CopySlices")
-    if in_place and prod(shape) == prod(target):  # on a view of the whole tensor
+    shape, target, op = site.shapes[0], site.target(k), site.op
+    if op.in_place and prod(shape) == prod(target):  # on a view of the whole tensor
         return reshape(places, shape, target)
-    if rule is None or is_opaque(site.node) or 0 in (*shape, *target):
+    if not op.flow or is_opaque(site.node) or 0 in (*shape, *target):
         return None
-    if site.name in READS and saved.in_checkpoint(site.node):  # whose integers can be read once only
+    if op.new_rows is not None and saved.in_checkpoint(site.node):  # whose integers can be read once only
         return None
-    fate = rule(site, k, [places])
+    fate = op.where(site, k, [places])
     if isinstance(fate, Layout):
         return fate
-    read = _read_dims(site)
+    read = None if op.read_dims is None else op.read_dims(site)
     if read is not None and k == 0 and set(read) <= set(sample_dims(places, shape)):
         return _places(target, [0])  # a table that is read place by place has rows of places
     kept = []
     for d in sample_dims(places, shape):
-        alone = rule(site, k, [Block(shape[d], strides(shape)[d])])
+        alone = op.where(site, k, [Block(shape[d], strides(shape)[d])])
         moved = sample_dims(alone, target) if isinstance(alone, Layout) else ()
         kept += [e for e in moved if len(moved) == 1 and target[e] == shape[d]]
     return _places(target, kept)
-
-
-def _read_dims(site: Site) -> list[int] | None:
-    """The dims of a result that come from the integers by which rows of a table were read; None if none were."""
-    if site.name == "Embedding":
-        ids = len(site.shapes[0]) - 1
-    elif site.name in ("Index", "UnsafeIndex"):
-        first, *others = site.value("indices")
-        if first is None or first.dtype in (torch.bool, torch.uint8) or any(t is not None for t in others):
-            return None
-        ids = first.ndim
-    else:
-        return [0] if site.name == "IndexSelect" and site.number("dim") == 0 else None
-    return [d for d in range(ids) if site.shapes[0][d] > 1]
 
 
 def _matched(tape: Tape, site: Site, k: int) -> Iterator[int]:
@@ -182,70 +164,61 @@ def _matched(tape: Tape, site: Site, k: int) -> Iterator[int]:
     mine = {at: tape.shape(slot) for at, slot in others.items() if not weights_only(tape, slot[0])}
     if is_opaque(site.node):
         return
-    if not others and site.name in POINTWISE:  # a mask, whose shape is not known: it has what the result has
+    if not others and site.op.pointwise:  # a mask, whose shape is not known: it has what the result has
         mine = {k: site.shapes[0]}
     if not mine:
         return
-    if site.name in LETTERS and k in LETTERS[site.name][1]:
-        operands = LETTERS[site.name][1]
+    product = site.op.product
+    if product is not None and k in product.operands:
+        operands = product.operands
         yield from (d for d, c in enumerate(operands[k]) if any(c in operands.get(at, "") for at in mine))
-    elif site.name in POINTWISE:
+    elif site.op.pointwise:
         target = site.target(k)
         for d, n in enumerate(target):
             from_end = d - len(target)
             if n > 1 and any(len(other) >= -from_end and other[from_end] == n for other in mine.values()):
                 yield d
-    elif site.name in CONVOLUTIONS and k == 1:
+    elif site.op.convolution and k == 1:
         yield 1
 
 
 def _matched_by_constant(site: Site, k: int) -> Iterator[int]:
     """The dims of a product's shared operand that its other one, a constant, has: a feature, or another sample."""
-    if site.name in LETTERS and k in LETTERS[site.name][1] and not is_opaque(site.node):
-        operands = LETTERS[site.name][1]
-        other = next(own for at, own in operands.items() if at != k)
-        yield from (d for d, c in enumerate(operands[k]) if c in other)
+    product = site.op.product
+    if product is not None and k in product.operands:
+        other = next(own for at, own in product.operands.items() if at != k)
+        yield from (d for d, c in enumerate(product.operands[k]) if c in other)
 
 
 def _row_dims(node: Node, shape: Shape) -> list[int]:
     """The dims of a result that come from the rows of a constant, where samples would lie."""
-    name = op_name(node)
-    if name not in LETTERS:
+    product = lookup(node).product
+    if product is None:
         return list(range(len(shape)))
-    letters, operands = LETTERS[name]
-    rows = {own[-2] if len(own) > 1 else own for k, own in operands.items() if node.next_functions[k][0] is None}
-    return [d for d, c in enumerate(letters) if c in rows]
+    constants = [own for k, own in product.operands.items() if node.next_functions[k][0] is None]
+    rows = {own[-2] if len(own) > 1 else own for own in constants}
+    return [d for d, c in enumerate(product.result) if c in rows]
 
 
 def constant_dims(node: Node, shape: Shape) -> list[int]:
     """The dims of a result that constants may have brought along."""
-    name = op_name(node)
-    given = [child for child, _ in node.next_functions]
-    if name in LETTERS:
-        letters, operands = LETTERS[name]
-        constant = "".join(own for k, own in operands.items() if given[k] is None)
-        return [d for d, c in enumerate(letters) if c in constant]
-    if name in CONVOLUTIONS:
+    op = lookup(node)
+    if op.product is not None:
+        given = [child for child, _ in node.next_functions]
+        constant = "".join(own for k, own in op.product.operands.items() if given[k] is None)
+        return [d for d, c in enumerate(op.product.result) if c in constant]
+    if op.convolution:
         return [d for d in range(len(shape)) if d != 1]
-    if name in READS:
-        return _dims_of_reads(node, name, shape)
+    if op.new_rows is not None:
+        return list(op.new_rows(node, shape))
     known = [tuple(saved.metadata(child)[nr].shape) for child, nr in node.next_functions if child is not None]
     lengths = [(1,) * (len(shape) - len(own)) + own for own in known]
     return [d for d, n in enumerate(shape) if not any(len(own) == len(shape) and own[d] == n for own in lengths)]
 
 
-def _dims_of_reads(node: Node, name: str, shape: Shape) -> list[int]:
-    """The dims that come from the indices by which something is read."""
-    if name == "Expand":
-        return []
-    if name == "IndexSelect" and shape:
-        return [saved.number(node, "dim") % len(shape)]
-    return list(range(len(shape) - 1 if name == "Embedding" else len(shape)))
-
-
 def _rows_of_saved(node: Node) -> tuple[int, ...]:
     """The dims of an elementwise result in which the rows of constants lie, where these were saved."""
-    if op_name(node) not in POINTWISE or is_opaque(node) or saved.in_checkpoint(node):
+    if not lookup(node).pointwise or is_opaque(node) or saved.in_checkpoint(node):
         return ()
     rank = len(saved.metadata(node)[0].shape)
     rows = [t for t in saved.constants(node) if 1 < t.ndim <= rank and len(t) > 1 and is_data(t)]

@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from typing import Any
 
 from torch import Tensor
 
 from . import saved
-from .layout import Layout, Shape
-from .names import POINTWISE, READS
+from .layout import Fate, Flow, Shape
+from .ops.table import Op
 from .tape import Slot, Tape
 
-
-class Flow(Enum):
-    """What a backward output can be, other than separable."""
-
-    SHARED = "shared"  # a sum over samples: the gradient of something all samples use
-    MIXED = "mixed"  # elements that depend on several samples' cotangents in some other way
-    PROBE = "probe"  # sizes and dims do not decide: look at the data of this call
-
-
-Fate = Layout | Flow | None  # None: nothing flows here
+__all__ = ["Fate", "Flow", "Site", "Sites", "computes_with_data", "weights_only"]
 
 
 class Site:
     """A node with its shapes, its saved values and the places its outputs go to."""
 
-    __slots__ = ("_tape", "edges", "index", "memo", "name", "node", "outputs", "recomputed", "shapes")
+    __slots__ = ("_tape", "edges", "index", "memo", "name", "node", "op", "outputs", "recomputed", "shapes")
 
     def __init__(self, tape: Tape, number: int) -> None:
         self.index = number  # on the tape
         self.node = tape.node(number)
         self.name = tape.name(number)
+        self.op: Op = tape.op(number)
         self.shapes = tape.shapes(number)
         self.edges = tape.edges[number]
         # The backward outputs that lead to requested parameters, with the place each goes to.
@@ -128,10 +119,10 @@ def weights_only(tape: Tape, number: int) -> bool:
 
 def computes_with_data(tape: Tape, number: int) -> bool:
     """An operand without gradient is data, unless it may be a number or a mask that left a weight its shape."""
-    name = tape.name(number)
-    if name in READS or number in tape.data:
+    op = tape.op(number)
+    if op.new_rows is not None or number in tape.data:
         return True
     if number not in tape.fed:
         return False
     shape = tape.shapes(number)[0]
-    return name not in POINTWISE or any(slot is not None and tape.shape(slot) != shape for slot in tape.edges[number])
+    return not op.pointwise or any(slot is not None and tape.shape(slot) != shape for slot in tape.edges[number])

@@ -11,6 +11,7 @@ from torch.autograd.graph import Node
 from .._errors import UnsupportedError
 from .layout import Shape
 from .nodes import NodeSlot, is_leaf, is_opaque, leaf_of, op_name
+from .ops.table import Op, lookup
 from .reentrant import REENTRANT
 from .regions import Regions
 from .saved import is_custom, metadata
@@ -84,6 +85,10 @@ class Tape:
     def node(self, number: int) -> Node:
         """The node of this number."""
         return self.graph.nodes[number]
+
+    def op(self, number: int) -> Op:
+        """What is known of a node's op."""
+        return lookup(self.graph.nodes[number])
 
     def name(self, number: int) -> str:
         """The name of a node's op."""
@@ -179,14 +184,5 @@ def _reading(node: Node, kind: type) -> str:
                 "be seen: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
         return _OPAQUE
-    reading = _LEAF if is_leaf(node) else _FOLLOWS if op_name(node) in SHAPE_FOLLOWS else _OP
+    reading = _LEAF if is_leaf(node) else _FOLLOWS if lookup(node).shape_follows else _OP
     return _READINGS.setdefault(kind, reading)
-
-
-# Ops whose results have shapes that follow from those of their operands, if all of these are in the graph.
-SHAPE_FOLLOWS = frozenset(
-    """
-    T Clone Relu LeakyRelu Elu Gelu Silu Tanh Sigmoid Softplus Exp Log Sqrt Rsqrt Neg Sin Cos Softmax LogSoftmax
-    Add Sub Mul Div Mm Bmm Addmm NativeLayerNorm
-    """.split()
-)

@@ -16,6 +16,7 @@ from .geometry import Geometry
 
 __all__ = [
     "convolution",
+    "distance_gradient",
     "group_norm_sums",
     "input_gradient",
     "is_fused_lstm_backward",
@@ -86,3 +87,10 @@ def group_norm_sums(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> tuple[T
     scale = torch.empty(len(g), dtype=g.dtype, device=g.device)  # only its presence is asked for
     _, d_scale, d_shift = _aten.native_group_norm_backward(*images, scale, *sizes, (False, True, True))
     return d_scale, d_shift
+
+
+def distance_gradient(g: Tensor, x: Tensor, y: Tensor, p: float, distances: Tensor) -> Tensor:
+    """(B, n, d): the gradient of x (B, n, d), of the p-norm ``distances`` (B, n, m) to the rows of y (B, m, d)."""
+    given = [materialized(t) for t in (g, x, y)]
+    grad: Tensor = _aten._cdist_backward(*given, p, materialized(distances))
+    return grad

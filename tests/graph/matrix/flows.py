@@ -7,11 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from persample.graph.flows import FLOWS
-from persample.graph.flows.registry import whole
-from persample.graph.flows.shapes import SECTIONS
 from persample.graph.layout import Layout
-from persample.graph.names import POINTWISE
+from persample.graph.ops.dims import whole
+from persample.graph.ops.table import named
 from persample.graph.probe import probe_node
 from persample.graph.site import Fate, Flow, Site
 from tests.forms import numbers
@@ -33,7 +31,7 @@ def combinations(site: Site, every: bool) -> Iterator[Combination]:
 def planned(name: str, every: bool = False) -> Iterator[tuple[Site, Combination]]:
     """All that is asked of one flow; of elementwise ops, which have one flow for all, half of it at a time."""
     for site, _ in harvest()[name]:
-        asked = list(combinations(site, every))[:: 1 if every or name not in POINTWISE else 2]
+        asked = list(combinations(site, every))[:: 1 if every or not named(name).pointwise else 2]
         yield from ((site, combination) for combination in asked)
         for one in narrowed(site):
             yield from ((one, combination) for combination in asked[:: 1 if every else 4])
@@ -43,8 +41,8 @@ def fates(site: Site, layouts: Sequence[Layout | None]) -> dict[int, Fate]:
     """What the engine says by sizes and dims, as `assign` does."""
     found: dict[int, Fate] = {}
     for k in wanted(site):
-        one = None if site.name in SECTIONS else whole(layouts, len(site.target(k)))
-        found[k] = one if one is not None else FLOWS[site.name](site, k, layouts)
+        one = None if site.op.section else whole(layouts, len(site.target(k)))
+        found[k] = one if one is not None else site.op.where(site, k, layouts)
     return found
 
 

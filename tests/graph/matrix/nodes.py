@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from persample.graph.ops.table import entries
 from persample.graph.saved import metadata
 from persample.graph.site import Site
 from persample.graph.tape import read
@@ -19,6 +20,7 @@ from tests.graph import cubes, test_every_use
 from tests.graph.claims import _numbers
 from tests.graph.names import NODES
 from tests.graph.samples import SAMPLES
+from tests.graph.samples.database import samples_of
 from tests.graph.samples.rarer import RARER
 from tests.graph.saved_rows import SAVED
 from tests.graph.sites import nodes
@@ -91,14 +93,30 @@ def kind(site: Site) -> Hashable:
 def harvest() -> dict[str, list[tuple[Site, Build]]]:
     """For every name, its nodes of every kind, and what made each."""
     found: dict[str, list[tuple[Site, Build]]] = {}
-    seen: set[Hashable] = set()
-    for build in builds():
+    _gather(builds(), found)
+    unheard = {op.name for op in entries()} & NODES - set(found) - UNMADE
+    _gather(samples_of(unheard), found, unheard)
+    return found
+
+
+def _gather(
+    made: Iterable[Build], found: dict[str, list[tuple[Site, Build]]], names: Collection[str] | None = None
+) -> None:
+    """Add the nodes of every kind that are made, of all names or of some."""
+    seen = {kind(site) for listed in found.values() for site, _ in listed}
+    for build in made:
         for site in sites(build):
             this = kind(site)
-            if this not in seen and site.name not in UNMADE:
+            if this not in seen and site.name not in UNMADE and (names is None or site.name in names):
                 seen.add(this)
                 found.setdefault(site.name, []).append((site, build))
-    return found
+
+
+def from_the_database(name: str) -> list[tuple[Site, Build]]:
+    """The nodes of one name that PyTorch's own samples make."""
+    found: dict[str, list[tuple[Site, Build]]] = {}
+    _gather(samples_of([name]), found, [name])
+    return found.get(name, [])
 
 
 def narrowed(site: Site) -> Iterator[Site]:

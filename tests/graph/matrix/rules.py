@@ -11,9 +11,9 @@ from torch import Tensor
 
 from persample.factors import Factor
 from persample.graph.layout import Layout
-from persample.graph.names import POINTWISE
-from persample.graph.rules import RULES, Use
+from persample.graph.ops.table import named
 from persample.graph.site import Site
+from persample.graph.use import Use
 from persample.kernels.norms import row_norms
 from tests.forms import Make, forms, numbers, seed
 from tests.graph.matrix.definition import by_sample, differs, size
@@ -58,7 +58,7 @@ def combinations(site: Site, every: bool) -> Iterator[Combination]:
 
 def planned(name: str, every: bool = False) -> Iterator[tuple[Site, Combination]]:
     """All that is asked of one rule; of elementwise ops, which have one rule for all, some of it at a time."""
-    step = 1 if every or name not in POINTWISE else 3 if name in OWN_WAYS else 5
+    step = 1 if every or not named(name).pointwise else 3 if name in OWN_WAYS else 5
     for i, (site, _) in enumerate(harvest()[name]):
         for j, combination in enumerate(combinations(site, every)):
             if (i + j) % step == 0:
@@ -101,7 +101,7 @@ def wrong_rules(site: Site, combination: Combination) -> tuple[list[str], int]:
     batch = combination.layout.batch
     site.memo = {}
     try:
-        made = {k: RULES[site.name](Use(site, k, given, layouts, batch)) for k in wanted(site)}
+        made = {k: site.op.factor(Use(site, k, given, layouts, batch)) for k in wanted(site)}
     except RuntimeError:
         if by_sample(site, given, layouts) is None:
             return [], 0

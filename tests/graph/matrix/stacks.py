@@ -12,13 +12,11 @@ from torch import Tensor
 
 from persample.factors import Dense, Factor, Masked, Outer, Rows, Sum, View
 from persample.factors.moves import Permute
-from persample.graph.bundles import _ROWWISE
 from persample.graph.fallback import push_stacked
-from persample.graph.flows import FLOWS
 from persample.graph.layout import Block, Shape
 from persample.graph.pullback import lifted, pull
-from persample.graph.rules import RULES, Use
 from persample.graph.site import Flow, Site
+from persample.graph.use import Use
 from tests.forms import forms, numbers, plain, seed
 from tests.graph.matrix.definition import by_row, differs, size
 from tests.graph.matrix.rules import subsets, wrong_answers
@@ -96,20 +94,21 @@ def wrong_pulls(site: Site) -> tuple[list[str], int]:
 
 def wrong_bundles(site: Site) -> tuple[list[str], int]:
     """Several nodes' rows one after another are as many samples more."""
-    reads, shape = _ROWWISE[site.name][0], site.shapes[0]
+    assert site.op.rowwise is not None
+    reads, shape = site.op.rowwise.reads, site.shapes[0]
     found, count = [], 0
     for batch in (b for b in range(2, shape[0] + 1) if shape[0] % b == 0):
         inner = torch.Size(shape).numel() // batch
         seed(4)
         both = [numbers(shape, _dtype(site)) for _ in range(2)]
         layouts = [Block(batch, inner), *[None] * (len(site.shapes) - 1)]
-        fates = {k: FLOWS[site.name](site, k, layouts) for k in wanted(site) if k in reads}
+        fates = {k: site.op.where(site, k, layouts) for k in wanted(site) if k in reads}
         for k in (k for k in wanted(site) if fates.get(k) is Flow.SHARED):
             saved = {name: site.optional(name) for name in reads[k]}
             if any(t is None for t in saved.values()):
                 continue
             site.memo, site.recomputed = {}, {name: torch.cat([t, t]) for name, t in saved.items() if t is not None}
-            factor = RULES[site.name](Use(site, k, [torch.cat(both)], [Block(2 * batch, inner)], 2 * batch))
+            factor = site.op.factor(Use(site, k, [torch.cat(both)], [Block(2 * batch, inner)], 2 * batch))
             site.forget()
             want = by_row(site, [_alone(g, len(site.shapes) - 1, batch, i) for g in both for i in range(batch)])
             if factor is None or want is None:

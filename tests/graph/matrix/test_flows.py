@@ -6,9 +6,8 @@ from typing import NoReturn
 
 import pytest
 
-from persample.graph.assign import _BY_SHAPE
-from persample.graph.flows import FLOWS
 from persample.graph.layout import Block, Shape
+from persample.graph.ops.table import named
 from persample.graph.site import Flow, Site
 from tests.graph.matrix import flows
 from tests.graph.matrix.flows import wrong_flows
@@ -16,8 +15,9 @@ from tests.graph.matrix.nodes import harvest
 from tests.graph.matrix.places import places
 from tests.graph.matrix.variants import varied
 from tests.graph.sites import wanted
+from tests.graph.table import having
 
-NAMES = sorted(set(FLOWS) & set(harvest()))
+NAMES = sorted(having("flow") & set(harvest()))
 SEVERAL = {"PreluKernelBackward"}  # cotangents, for which nothing is remembered
 
 
@@ -56,7 +56,7 @@ class Blind:
         raise AssertionError(f"the flow of {self.name} reads {name}")
 
 
-@pytest.mark.parametrize("name", sorted(_BY_SHAPE & set(harvest())))
+@pytest.mark.parametrize("name", sorted(having("by_shape") & set(harvest())))
 def test_what_is_remembered_depends_on_nothing_else(name: str) -> None:
     """`assign` remembers these flows by name, shape, layout and the target's shape."""
     remembered: dict[object, object] = {}
@@ -64,8 +64,8 @@ def test_what_is_remembered_depends_on_nothing_else(name: str) -> None:
         blocks = [layout for layout in places(site.shapes[0]) if isinstance(layout, Block)]
         for layout in blocks if len(site.shapes) == 1 and 0 not in site.shapes[0] else ():
             for k in wanted(site):
-                fate = FLOWS[name](site, k, [layout])
+                fate = named(name).where(site, k, [layout])
                 if isinstance(fate, Block) or (isinstance(fate, Flow) and fate is not Flow.PROBE):
-                    assert FLOWS[name](Blind(site, k), k, [layout]) == fate  # type: ignore[arg-type]
+                    assert named(name).where(Blind(site, k), k, [layout]) == fate  # type: ignore[arg-type]
                     assert remembered.setdefault((site.shapes[0], layout, site.target(k)), fate) == fate
     assert remembered or name in SEVERAL

@@ -11,16 +11,15 @@ import torch
 
 from persample.factors import Dense, Factor, Outer, View
 from persample.factors.moves import Permute
-from persample.graph.bundles import _ROWWISE
-from persample.graph.flows import FLOWS
-from persample.graph.flows.fibres import leading
-from persample.graph.flows.registry import Layouts, keep, only
-from persample.graph.layout import Block, Shape, labels, sample_dims, simplify
-from persample.graph.pullback import LIFTS
-from persample.graph.rules import RULES, Use
-from persample.graph.site import Fate, Flow, Site
+from persample.graph.layout import Block, Fate, Flow, Shape, carry, labels, sample_dims, simplify
+from persample.graph.ops import table
+from persample.graph.ops.dims import leading, only
+from persample.graph.ops.table import EVERY, Layouts, Op, Rowwise, named
+from persample.graph.site import Site
+from persample.graph.use import Use
 from persample.kernels import library
 from tests.graph.matrix import nodes, test_flows, test_rules, test_stacks, test_tables
+from tests.graph.table import plant
 
 RULE, FLOW = test_rules.test_a_rule_is_right_wherever_it_answers, test_flows.test_a_flow_is_right_wherever_it_answers
 LIFT = test_stacks.test_lifted_factors_are_what_the_node_makes_of_their_stacks
@@ -62,20 +61,26 @@ def _wide(use: Use) -> Factor | None:
     return None if factor is None else Dense(factor.stack().double())
 
 
-_MM, _ADDMM, _NORM, _BAG = (RULES[name] for name in ("Mm", "Addmm", "NativeLayerNorm", "Embedding"))
+def _as_entered(name: str) -> Op:
+    """What an entry says before anything is planted."""
+    return replace(named(name))
+
+
+_MM, _ADDMM, _NORM, _BAG = (_as_entered(name).factor for name in ("Mm", "Addmm", "NativeLayerNorm", "Embedding"))
 
 
 def _keeps_first_dim(site: Site, k: int, layouts: Layouts) -> Fate:
     """Right for cdist, but for a broadcast operand with as many rows as there are samples."""
-    return keep(only(layouts), site.shapes[0], site.target(k), leading(site.shapes[0], 1))
+    found = carry(only(layouts), site.shapes[0], site.target(k), leading(site.shapes[0], 1))
+    return Flow.PROBE if found is None else found
 
 
 def _counts_from_the_front(site: Site, k: int, layouts: Layouts) -> Fate:
     """Elementwise ops align operands at the last dim, not at the first."""
     shape, target = site.shapes[0], site.target(k)
     dims = [d if d < len(target) and target[d] == n else None for d, n in enumerate(shape)]
-    found = keep(only(layouts), shape, target, dims)
-    return Flow.SHARED if found is Flow.PROBE else found
+    found = carry(only(layouts), shape, target, dims)
+    return Flow.SHARED if found is None else found
 
 
 def _sections_of_what_is_requested(site: Site, k: int, layouts: Layouts) -> Fate:
@@ -94,7 +99,7 @@ def _forgets_folds(site: Site, k: int, layouts: Layouts) -> Fate:
     return layout if isinstance(layout, Block) else _TRANSPOSE(site, k, layouts)
 
 
-_CAT, _TRANSPOSE = FLOWS["Cat"], FLOWS["Transpose"]
+_CAT, _TRANSPOSE = (_as_entered(name).where for name in ("Cat", "Transpose"))
 
 
 def _permutes_forward(site: Site, factor: Factor, target: Shape) -> Factor | None:
@@ -103,25 +108,25 @@ def _permutes_forward(site: Site, factor: Factor, target: Shape) -> Factor | Non
     return View(factor, target, Permute(tuple(dims))) if tuple(factor.shape[d] for d in dims) == target else None
 
 
-PLANTED: dict[str, tuple[Callable[[str], None], dict[str, Any], str, Any]] = {
-    "a stride": (RULE, RULES, "Mm", _reads_memory),
-    "a conjugate": (RULE, RULES, "Mm", _forgets_conjugates),
-    "a scale": (RULE, RULES, "Addmm", _forgets_alpha),
-    "sizes that coincide": (RULE, RULES, "NativeLayerNorm", _counts_batches_by_size),
-    "a dtype": (test_rules.test_operands_of_any_dtype_and_form_and_frozen_ones, RULES, "Embedding", _wide),
-    "a broadcast operand": (FLOW, FLOWS, "Cdist", _keeps_first_dim),
-    "operands of other rank": (FLOW, FLOWS, "Mul", _counts_from_the_front),
-    "operands not requested": (FLOW, FLOWS, "Cat", _sections_of_what_is_requested),
-    "a fold": (FLOW, FLOWS, "Transpose", _forgets_folds),
-    "an inverse": (LIFT, LIFTS, "Permute", _permutes_forward),
-    "another node's rows": (BUNDLE, _ROWWISE, "Addmm", ({0: (), 2: ()}, ("alpha", "beta"))),
+PLANTED: dict[str, tuple[Callable[[str], None], str, dict[str, Any]]] = {
+    "a stride": (RULE, "Mm", {"rule": _reads_memory}),
+    "a conjugate": (RULE, "Mm", {"rule": _forgets_conjugates}),
+    "a scale": (RULE, "Addmm", {"rule": _forgets_alpha}),
+    "sizes that coincide": (RULE, "NativeLayerNorm", {"rule": _counts_batches_by_size}),
+    "a dtype": (test_rules.test_operands_of_any_dtype_and_form_and_frozen_ones, "Embedding", {"rule": _wide}),
+    "a broadcast operand": (FLOW, "Cdist", {"flow": {EVERY: _keeps_first_dim}}),
+    "operands of other rank": (FLOW, "Mul", {"flow": {EVERY: _counts_from_the_front}}),
+    "operands not requested": (FLOW, "Cat", {"flow": {EVERY: _sections_of_what_is_requested}}),
+    "a fold": (FLOW, "Transpose", {"flow": {EVERY: _forgets_folds}}),
+    "an inverse": (LIFT, "Permute", {"lift": _permutes_forward}),
+    "another node's rows": (BUNDLE, "Addmm", {"rowwise": Rowwise({0: (), 2: ()}, ("alpha", "beta"))}),
 }
 
 
 @pytest.mark.parametrize("what", PLANTED)
 def test_what_is_planted_is_found(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    test, table, name, wrong = PLANTED[what]
-    monkeypatch.setitem(table, name, wrong)
+    test, name, wrong = PLANTED[what]
+    plant(monkeypatch, name, **wrong)
     with pytest.raises((AssertionError, RuntimeError)):
         test(name)
 
@@ -135,13 +140,26 @@ def test_the_kernel_that_read_past_its_tensors_would_be_found(monkeypatch: pytes
 
 
 def test_an_entry_without_samples_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(RULES, "BrandNew", _MM)
+    monkeypatch.setitem(table._ENTRIES, "BrandNew", Op(name="BrandNew", rule=lambda use: None))
     with pytest.raises(AssertionError, match=r"BrandNew.*add samples"):
-        test_tables.test_every_entry_has_a_sample("rules")
+        test_tables.test_every_entry_has_a_sample("rule")
+
+
+@pytest.mark.parametrize("name", ["Cdist", "Cumsum"])
+def test_a_new_entry_is_tried_with_pytorchs_own_samples(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if nobody had written any."""
+    made = {name: nodes.from_the_database(name)}
+    assert len(made[name]) > 2
+    for module in (test_rules.rules, test_rules.variants, test_flows.flows):
+        monkeypatch.setattr(module, "harvest", lambda: made)
+    FLOW(name)
+    if named(name).rule is not None:
+        RULE(name)
+        test_rules.test_operands_of_any_dtype_and_form_and_frozen_ones(name)
 
 
 def test_a_rule_that_never_answers_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(RULES, "Mm", lambda use: None)
+    plant(monkeypatch, "Mm", rule=lambda use: None)
     with pytest.raises(AssertionError):
         RULE("Mm")
 

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 
 import pytest
 
-from persample.graph.rules import RULES
 from persample.graph.site import Site
 from tests.graph.matrix import rules, variants
 from tests.graph.matrix.nodes import harvest
 from tests.graph.matrix.rules import Combination, wrong_rules
+from tests.graph.table import having
 
-NAMES = sorted(set(RULES) & set(harvest()))
+NAMES = sorted(having("rule") & set(harvest()))
 
 
 def check(asked: Iterable[tuple[Site, Combination]]) -> None:

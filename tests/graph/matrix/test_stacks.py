@@ -6,16 +6,14 @@ from collections.abc import Callable
 
 import pytest
 
-from persample.graph.bundles import _ROWWISE
-from persample.graph.fallback import VMAP
 from persample.graph.invoke import call
-from persample.graph.pullback import LIFTS
 from persample.graph.site import Site
 from tests.forms import forms, numbers, plain, seed
 from tests.graph.matrix.definition import differs, size
 from tests.graph.matrix.nodes import harvest
 from tests.graph.matrix.stacks import wrong_bundles, wrong_lifts, wrong_pulls
 from tests.graph.sites import wanted
+from tests.graph.table import having
 
 
 def check(wrong: Callable[[Site], tuple[list[str], int]], name: str, most: int | None = None) -> None:
@@ -28,17 +26,17 @@ def check(wrong: Callable[[Site], tuple[list[str], int]], name: str, most: int |
     assert count
 
 
-@pytest.mark.parametrize("name", sorted(LIFTS))
+@pytest.mark.parametrize("name", sorted(having("lift")))
 def test_lifted_factors_are_what_the_node_makes_of_their_stacks(name: str) -> None:
     check(wrong_lifts, name)
 
 
-@pytest.mark.parametrize("name", sorted(_ROWWISE))
+@pytest.mark.parametrize("name", sorted(having("rowwise")))
 def test_uses_asked_together_are_what_each_is_alone(name: str) -> None:
     check(wrong_bundles, name)
 
 
-@pytest.mark.parametrize("name", sorted(VMAP & set(harvest())))
+@pytest.mark.parametrize("name", sorted(having("vmap") & set(harvest())))
 def test_stacks_of_any_form_are_pulled_through(name: str) -> None:
     check(wrong_pulls, name, most=1)
 

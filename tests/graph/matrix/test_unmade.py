@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from persample.graph.layout import Layout, Shape
-from persample.graph.rules import RULES, Use
+from persample.graph.ops.table import named
+from persample.graph.use import Use
 from tests.forms import forms, numbers, plain, seed
 from tests.graph.matrix.places import marks, places
 from tests.graph.matrix.rules import wrong_answers
@@ -56,7 +57,7 @@ def test_the_fused_rms_norm(dims: int, dtype: torch.dtype) -> None:
         for layout in places(shape):
             seed(0)
             site, g = RmsNorm(make(shape, dtype), numbers(shape[-dims:], dtype)), make(shape, dtype)
-            factor = RULES["FusedRmsNorm"](Use(site, 1, [g], [layout], layout.batch))  # type: ignore[arg-type]
+            factor = named("FusedRmsNorm").factor(Use(site, 1, [g], [layout], layout.batch))  # type: ignore[arg-type]
             if factor is not None:
                 answers += 1
                 assert list(wrong_answers(factor, definition(site, g, layout), [g])) == [], (form, layout)

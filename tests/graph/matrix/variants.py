@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from persample.graph.names import POINTWISE
+from persample.graph.ops.table import named
 from persample.graph.site import Site
 from tests.forms import forms
 from tests.graph.matrix.nodes import Build, harvest, sites
@@ -100,7 +100,7 @@ def varied(build: Build, name: str) -> Iterator[tuple[str, Site]]:
 def planned(name: str, every: bool = False) -> Iterator[tuple[str, Site, Combination]]:
     """All that is asked of one rule about its variants."""
     made = list({id(build): build for _, build in harvest()[name]}.values())
-    for build in made if every else made[:4] if name not in POINTWISE or name in OWN_WAYS else made[:1]:
+    for build in made if every else made[:4] if not named(name).pointwise or name in OWN_WAYS else made[:1]:
         for variant, site in varied(build, name):
             asked = list(combinations(site, every))
             for combination in asked[:: max(1, len(asked) // (12 if every else 3))]:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from ...distributed.wrappers import passed_from, passes_on
-from ..site import Fate, Flow, Site
-from .registry import Layouts, flow
+from ..layout import Fate
+from ..site import Site
+from .table import EVERY, Layouts, Undecided, op
 
 
-@flow("_DDPSink RegisterPostBackwardFunction")
 def handed_on(site: Site, k: int, layouts: Layouts) -> Fate:
     """Every input has the cotangent of one output."""
-    return layouts[passed_from(site.node, k)] if passes_on(site.node) else Flow.PROBE
+    if not passes_on(site.node):
+        raise Undecided
+    return layouts[passed_from(site.node, k)]
+
+
+op("_DDPSink RegisterPostBackwardFunction", flow={EVERY: handed_on})

@@ -1,6 +1,12 @@
-"""Matrix products: a weight's gradient is a sum of outer products."""
+"""Matrix products: a weight's gradient is a sum of outer products.
+
+The sample may lie in a free dim, which stays, or in one that a gradient sums over.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,9 +14,23 @@ from torch import Tensor
 from ...factors import Dense, Factor, Outer, View
 from ...factors.moves import Reshape
 from ..lanes import Lanes
-from ..layout import Layout, carry, labels
+from ..layout import Fate, Flow, Layout, carry, labels, sample_dims
+from ..site import Site
+from ..use import Use
 from .broadcast import dense
-from .registry import Use, rule
+from .dims import by_letters, follow, only, unbroadcast
+from .table import EVERY, Layouts, Product, Rowwise, op
+
+
+def _product(names: str, result: str, operands: Mapping[int, str], saved: tuple[str, str], **known: Any) -> None:
+    """Enter a product of two operands; whatever else it has is added to it."""
+    flows = {0: added, **by_letters(result, operands)}
+    op(names, flow=flows, product=Product(result, operands, saved), **known)
+
+
+def added(site: Site, k: int, layouts: Layouts) -> Fate:
+    """The term that is added may have been broadcast."""
+    return unbroadcast(only(layouts), site.shapes[0], site.target(k))
 
 
 def _scalar(use: Use, name: str) -> float | None:
@@ -20,20 +40,18 @@ def _scalar(use: Use, name: str) -> float | None:
 
 
 def _scaled_bias(use: Use) -> Factor | None:
-    """The added term of addmm and its kin: beta · g, broadcast."""
+    """The term that was added to a product: beta · g, broadcast."""
     beta = _scalar(use, "beta")
     if beta is None:
         return None
     return dense(use.g if beta == 1 else use.g * beta, use.layout, use.target)
 
 
-@rule("Mm")
 def mm(use: Use) -> Factor | None:
     """result = a @ b; da = g bᵀ, db = aᵀ g."""
     return _matrix(use, use.k, "self", "mat2", 1.0)
 
 
-@rule("Addmm SparseAddmm")
 def addmm(use: Use) -> Factor | None:
     """result = beta · bias + alpha · a @ b."""
     if use.k == 0:
@@ -65,13 +83,11 @@ def _column_lanes(layout: Layout, g: Tensor) -> Lanes | None:
     return None if flipped is None else Lanes.of(flipped, tuple(g.t().shape), 1)
 
 
-@rule("Bmm")
 def bmm(use: Use) -> Factor | None:
     """n products at a time; the sample lies in their rows or columns."""
     return _matrices(use, use.k, "self", "mat2", 1.0)
 
 
-@rule("Baddbmm")
 def baddbmm(use: Use) -> Factor | None:
     """result = beta · bias + alpha · a @ b, n at a time."""
     if use.k == 0:
@@ -81,7 +97,7 @@ def baddbmm(use: Use) -> Factor | None:
 
 
 def _matrices(use: Use, operand: int, first: str, second: str, scale: float) -> Factor | None:
-    """As `_matrix`, with a leading dim of n independent products: factors (B, n, T, ·)."""
+    """Outer products with a leading dim of n independent products: factors (B, n, T, ·)."""
     order = (0, 1, 2) if operand == 1 else (0, 2, 1)  # bring the contracted dim second: (n, positions, ·)
     g = use.g.permute(order)
     layout = carry(use.layout, tuple(use.g.shape), tuple(g.shape), order)
@@ -114,7 +130,6 @@ def _by_product(layout: Layout, *tensors: Tensor) -> tuple[Tensor, ...] | None:
     return tuple(lanes.group(t.flatten(0, 1)).unflatten(0, (layout.batch, n)) for t in tensors)
 
 
-@rule("GroupedMm")
 def grouped_mm(use: Use) -> Factor | None:
     """Experts on sorted rows: row t of a is multiplied by the matrix of its group, which ends at row offs[group]."""
     site, g = use.site, use.g
@@ -133,7 +148,6 @@ def grouped_mm(use: Use) -> Factor | None:
     return Outer(x, dy)
 
 
-@rule("Addbmm")
 def addbmm(use: Use) -> Factor | None:
     """result = beta · bias + alpha · Σ_n a_n @ b_n: one cotangent for all products."""
     if use.k == 0:
@@ -151,21 +165,26 @@ def addbmm(use: Use) -> Factor | None:
     return Outer(x, dy, alpha) if use.k == 2 else Outer(dy, x, alpha)
 
 
-@rule("Mv Addmv")
 def mv(use: Use) -> Factor | None:
     """result = A @ x for samples in the rows of A: dx = Σ_t g[t] A[t]."""
-    operand = use.k if use.site.name == "Mv" else use.k - 1
-    if operand < 0:
+    return _vector(use, "self", 1.0) if use.k == 1 else None
+
+
+def addmv(use: Use) -> Factor | None:
+    """result = beta · bias + alpha · A @ x for samples in the rows of A."""
+    if use.k == 0:
         return _scaled_bias(use)
-    scale = 1.0 if use.site.name == "Mv" else _scalar(use, "alpha")
+    alpha = _scalar(use, "alpha")
+    return None if alpha is None or use.k == 1 else _vector(use, "mat", alpha)
+
+
+def _vector(use: Use, matrix: str, scale: float) -> Factor | None:
     lanes = use.lanes(1)
-    if operand == 0 or lanes is None or scale is None:
+    if lanes is None:
         return None
-    matrix = _conj(use.site.tensor("self" if use.site.name == "Mv" else "mat"))
-    return Dense(lanes.sum(use.g.unsqueeze(1) * matrix * scale))
+    return Dense(lanes.sum(use.g.unsqueeze(1) * _conj(use.site.tensor(matrix)) * scale))
 
 
-@rule("Trilinear")
 def trilinear(use: Use) -> Factor | None:
     """F.bilinear's weight: dW[b, o, i, j] = Σ_t g[b, t, o] x1[b, t, i] x2[b, t, j]."""
     site, g, target = use.site, use.g, use.target
@@ -177,3 +196,64 @@ def trilinear(use: Use) -> Factor | None:
     pairs = (x1.unsqueeze(2) * x2.unsqueeze(1)).reshape(len(g), target[1] * target[2])
     flat = Outer(lanes.group(g), lanes.group(pairs))
     return View(flat, target, Reshape(flat.shape, target))
+
+
+def trilinear_flow(site: Site, k: int, layouts: Layouts) -> Fate:
+    """Operands are expanded to one rank; the dims that an operand has are free, the others are contracted."""
+    layout, shape, target = only(layouts), site.shapes[0], site.target(k)
+    expand, summed = site.numbers(f"expand{k + 1}"), site.numbers("sumdim")
+    rank = len(shape) + len(summed)
+    own = [d for d in range(rank) if d not in expand]
+    left = [d for d in range(rank) if d not in summed]
+    found = follow(layout, shape, target, [own.index(d) if d in own else None for d in left], len(own))
+    if found is not None:
+        return found
+    return Flow.SHARED if not any(left[d] in own for d in sample_dims(layout, shape)) else Flow.PROBE
+
+
+def rows_of_groups(site: Site, k: int, layouts: Layouts) -> Fate:
+    """Rows of one matrix, each multiplied by the matrix of its group."""
+    layout, shape, target = only(layouts), site.shapes[0], site.target(k)
+    found = follow(layout, shape, target, [0, None], 2) if len(target) == 2 else None
+    return Flow.PROBE if found is None else found
+
+
+def matrices_of_groups(site: Site, k: int, layouts: Layouts) -> Fate:
+    """The matrices are shared, if they are weights."""
+    only(layouts)
+    return Flow.SHARED if site.is_weight(k) else Flow.PROBE
+
+
+_product(
+    "Mm",
+    "ij",
+    {0: "ik", 1: "kj"},
+    ("self", "mat2"),
+    rule=mm,
+    rowwise=Rowwise({1: ("self",)}),
+    vmap=True,
+    shape_follows=True,
+    saved_data=("self", 1),
+)
+_product(
+    "Addmm",
+    "ij",
+    {1: "ik", 2: "kj"},
+    ("mat1", "mat2"),
+    rule=addmm,
+    rowwise=Rowwise({0: (), 2: ("mat1",)}, ("alpha", "beta")),
+    vmap=True,
+    shape_follows=True,
+    saved_data=("mat1", 1),
+)
+_product("SparseAddmm", "ij", {1: "ik", 2: "kj"}, ("mat1", "mat2"), rule=addmm)
+_product("Bmm", "nij", {0: "nik", 1: "nkj"}, ("self", "mat2"), rule=bmm, vmap=True, shape_follows=True)
+_product("Baddbmm", "nij", {1: "nik", 2: "nkj"}, ("batch1", "batch2"), rule=baddbmm, vmap=True)
+_product("Addbmm", "ij", {1: "nik", 2: "nkj"}, ("batch1", "batch2"), rule=addbmm, vmap=True)
+_product("Mv", "i", {0: "ik", 1: "k"}, ("self", "vec"), rule=mv, vmap=True)
+_product("Addmv", "i", {1: "ik", 2: "k"}, ("mat", "vec"), rule=addmv, vmap=True)
+_product("Addr", "ij", {1: "i", 2: "j"}, ("vec1", "vec2"), vmap=True)
+_product("Dot", "", {0: "k", 1: "k"}, ("self", "tensor"), vmap=True)
+_product("Vdot", "", {0: "k", 1: "k"}, ("self", "other"), vmap=True)
+op("GroupedMm", flow={0: rows_of_groups, 1: matrices_of_groups}, rule=grouped_mm)
+op("Trilinear", flow={EVERY: trilinear_flow}, rule=trilinear)

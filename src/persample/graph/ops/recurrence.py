@@ -14,16 +14,42 @@ from ...factors import Dense, Factor, Outer
 from ...kernels.recurrence import LstmLayer, LstmReplay, replay_lstm
 from ..answers import LstmAnswer, Outputs
 from ..lanes import Lanes
-from ..layout import Layout, carry, join
+from ..layout import Fate, Flow, Layout, Shape, carry, join, same
 from ..nodes import NodeSlot, children
 from ..saved import metadata
 from ..site import Site
 from ..traverse import leading_to
-from .registry import Use, rule
+from ..use import Use
+from .dims import follow
+from .table import Layouts, op
 
 
-@rule("MkldnnRnnLayer", several=True)
-def fused_lstm(use: Use) -> Factor | None:
+def columns(site: Site, k: int, layouts: Layouts) -> Fate:
+    """Output (T, B, h) and states (B, h): the last dim but one counts the sequences."""
+    target = site.target(k)
+    found: Layout | None = None
+    for shape, layout in zip(site.shapes, layouts, strict=True):
+        if layout is not None:
+            to_dims = [len(target) - 2 if d == len(shape) - 2 else None for d in range(len(shape))]
+            moved = follow(layout, shape, target, to_dims, len(target))
+            if moved is None or (found is not None and not same(found, moved)):
+                return Flow.PROBE
+            found = moved
+    return found
+
+
+def shared_by_columns(site: Site, k: int, layouts: Layouts) -> Fate:
+    """Weights and biases are shared."""
+    return Flow.SHARED
+
+
+def mixed_dims(site: Site) -> tuple[Shape, Shape]:
+    """Time and features."""
+    shape = site.shapes[0]
+    return shape, tuple(d for d in range(len(shape)) if d != len(shape) - 2)
+
+
+def lstm(use: Use) -> Factor | None:
     """One direction of one layer of the CPU's LSTM: outputs 1 to 4 are w_ih, w_hh, b_ih, b_hh."""
     lanes = _columns(use)
     if lanes is None or not 1 <= use.k <= 4:
@@ -100,3 +126,12 @@ def _weights_lead_to(site: Site, plain: Sequence[NodeSlot]) -> bool:
     weights = [child for child, _ in site.node.next_functions[1:5] if child is not None]
     goals = {node for node, _ in plain}
     return not goals.isdisjoint(weights) or bool(leading_to(weights, goals, children))
+
+
+op(
+    "MkldnnRnnLayer",
+    flow={0: columns, **dict.fromkeys(range(1, 5), shared_by_columns), 5: columns, 6: columns},
+    rule=lstm,
+    all_cotangents=True,
+    mixed_dims=mixed_dims,
+)

@@ -1,0 +1,57 @@
+"""Ops that mix elements along some dims (softmax, sorts, reductions, Fourier transforms) and leave others alone."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from ..layout import Fate, Flow, Layout, Shape, same
+from ..site import Site
+from .dims import but, follow, keep, of_same_size, only
+from .table import Layouts, Undecided, op
+
+
+def along_dim(site: Site, k: int, layouts: Layouts) -> Fate:
+    """Fibres along one dim."""
+    layout, shape, target = only(layouts), site.shapes[0], site.target(k)
+    if not shape or len(shape) != len(target):
+        raise Undecided
+    return keep(layout, shape, target, of_same_size(shape, target, but(shape, *site.dims("dim", len(shape)))))
+
+
+def fourier(site: Site, k: int, layouts: Layouts) -> Fate:
+    """The transformed dims are mixed."""
+    shape = site.shapes[0]
+    return keep(only(layouts), shape, site.target(k), but(shape, *site.dims("dim", len(shape))))
+
+
+def reduction(site: Site, k: int, layouts: Layouts) -> Fate:
+    """The reduced dims come back: every fibre along them belongs to the sample of its result."""
+    live = [(shape, layout) for shape, layout in zip(site.shapes, layouts, strict=True) if layout is not None]
+    target = site.target(k)
+    fates = [_unreduced(site, layout, shape, target) for shape, layout in live]
+    first = fates[0]
+    alike = all(first is not None and fate is not None and same(first, fate) for fate in fates)
+    return first if alike else Flow.PROBE
+
+
+def _unreduced(site: Site, layout: Layout, shape: Shape, target: Shape) -> Layout | None:
+    if len(shape) == len(target):  # the reduced dims were kept, with one element
+        return follow(layout, shape, target, of_same_size(shape, target, range(len(shape))))
+    reduced = site.dims("dim", len(target)) if site.has("dim") else range(len(target))
+    return follow(layout, shape, target, [d for d in range(len(target)) if d not in reduced], len(target))
+
+
+_along = partial(op, flow=along_dim)
+
+_along("Softmax LogSoftmax", vmap=True, shape_follows=True)
+_along("SafeSoftmax Cumsum Cumprod Logcumsumexp Glu", vmap=True)
+_along("Cummax Cummin")
+_along("Sort Topk", vmap=True, ranks=True)
+op("FftR2C FftC2R FftC2C", flow=fourier, vmap=True)
+op(
+    "Sum Mean Nansum Prod Amax Amin Max Min Median Nanmedian Kthvalue Mode Logsumexp LinalgVectorNorm Norm Var Std"
+    " VarMean StdMean Aminmax",
+    flow=reduction,
+    vmap=True,
+)
+op("Renorm", vmap=True)

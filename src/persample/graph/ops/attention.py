@@ -1,0 +1,23 @@
+"""Fused attention: batch and head dims are left alone."""
+
+from __future__ import annotations
+
+from ..layout import Fate
+from ..site import Site
+from .dims import keep, leading, of_same_size, only
+from .table import Layouts, Undecided, op
+
+
+def attention(site: Site, k: int, layouts: Layouts) -> Fate:
+    """Batch and heads stay, of keys and values as long as they have as many heads as queries."""
+    layout, shape, target = only(layouts), site.shapes[0], site.target(k)
+    if len(shape) != len(target):
+        raise Undecided
+    return keep(layout, shape, target, of_same_size(shape, target, leading(shape, 2)))
+
+
+op(
+    "ScaledDotProductFlashAttentionForCpu ScaledDotProductFlashAttention ScaledDotProductEfficientAttention"
+    " ScaledDotProductCudnnAttention ScaledDotProductFusedAttentionOverrideable",
+    flow={0: attention, 1: attention, 2: attention},
+)

@@ -1,0 +1,180 @@
+"""Normalisation layers: scale and shift, from what the forward saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from math import prod
+
+import torch
+from torch import Tensor
+
+from ...factors import Dense, Factor
+from ...kernels.library import group_norm_sums
+from ...kernels.norms import wide
+from ..lanes import sum_per_sample
+from ..layout import Fate, Flow, Shape, carry, sample_dims
+from ..site import Site
+from ..use import Use
+from . import convolutions
+from .broadcast import dense
+from .dims import follow, keep, leading, only
+from .table import Layouts, Rowwise, op
+
+
+def rows(site: Site, k: int, layouts: Layouts) -> Fate:
+    """Mixes the last dims."""
+    shape = site.shapes[0]
+    return keep(only(layouts), shape, site.target(k), leading(shape, _kept(site)))
+
+
+def shared_by_rows(site: Site, k: int, layouts: Layouts) -> Fate:
+    """Scale and shift are shared by all rows."""
+    kept = _kept(site)
+    return Flow.SHARED if all(d < kept for d in sample_dims(only(layouts), site.shapes[0])) else Flow.PROBE
+
+
+def _kept(site: Site) -> int:
+    return len(site.shapes[0]) - len(site.numbers("normalized_shape"))
+
+
+def last_dims(site: Site) -> tuple[Shape, Shape]:
+    """The normalised dims."""
+    shape = site.shapes[0]
+    return shape, tuple(range(_kept(site), len(shape)))
+
+
+def group_dims(site: Site) -> tuple[Shape, Shape]:
+    """The channels of a group, and all positions."""
+    shape = site.shapes[0]
+    return convolutions.by_group(shape, site.number("group")), tuple(range(2, len(shape) + 1))
+
+
+def channels(site: Site, k: int, layouts: Layouts) -> Fate:
+    """Channels (dim 1) are apart from one another; the rest is mixed in training mode, left alone in eval mode."""
+    layout, shape, target = only(layouts), site.shapes[0], site.target(k)
+    if not _averages_batch(site) and shape == target:
+        return layout
+    return keep(layout, shape, target, [d if d == _channel(shape) else None for d in range(len(shape))])
+
+
+def shared_by_channels(site: Site, k: int, layouts: Layouts) -> Fate:
+    """Scale and shift have one number per channel."""
+    layout, shape, target = only(layouts), site.shapes[0], site.target(k)
+    found = follow(layout, shape, target, [0 if d == _channel(shape) else None for d in range(len(shape))], 1)
+    return Flow.SHARED if found is None else found
+
+
+def _channel(shape: Shape) -> int:
+    return 1 if len(shape) > 1 else 0
+
+
+def _averages_batch(site: Site) -> bool:
+    return site.op.averages_batch is not None and site.op.averages_batch(site)
+
+
+def _affine(use: Use, broadcast: Shape, normalised: Callable[[], Tensor]) -> Factor | None:
+    """Σ g · x̂ for the scale (output 1) and Σ g for the shift (output 2), over a sample's positions."""
+    if use.k == 0:
+        return None
+    value = use.g if use.k == 2 else use.g * normalised().to(use.g.dtype)
+    summed = sum_per_sample(value.to(use.site.metadata(use.k).dtype), use.layout, broadcast)
+    return Dense(summed.reshape(use.batch, *use.target))
+
+
+def _channels(use: Use) -> Shape:
+    """A parameter with one number per channel (dim 1), as it was broadcast."""
+    return (use.g.shape[1], *[1] * (use.g.ndim - 2))
+
+
+def layer_norm(use: Use) -> Factor | None:
+    """x̂ = (x - mean) · rstd, normalised over the last dims."""
+    saved = use.site.tensor
+    if use.k != 1:
+        return _shift(use)
+    return _rows_scaled(use, (saved("input") - saved("result1")).to(use.g.dtype).mul_(use.g), saved("result2"))
+
+
+def rms_norm(use: Use) -> Factor | None:
+    """x̂ = x · rstd."""
+    saved = use.site.tensor
+    return _rows_scaled(use, saved("input").to(use.g.dtype) * use.g, saved("result1")) if use.k == 1 else None
+
+
+def _shift(use: Use) -> Factor | None:
+    """Σ g over a sample's positions."""
+    return dense(use.g.to(use.site.metadata(2).dtype), use.layout, use.target) if use.k == 2 else None
+
+
+def _rows_scaled(use: Use, rows: Tensor, rstd: Tensor) -> Factor | None:
+    """Σ_t rstd_t · rows_t over a sample's positions, as one product."""
+    lanes = use.lanes(use.g.ndim - len(use.target))
+    if lanes is None:
+        return None
+    count = rstd.numel()
+    scale = lanes.group(rstd.reshape(count).to(rows.dtype)).unsqueeze(1)
+    summed = torch.bmm(scale, lanes.group(rows.reshape(count, prod(use.target))))
+    return Dense(summed.reshape(use.batch, *use.target).to(use.site.metadata(1).dtype))
+
+
+def group_norm(use: Use) -> Factor | None:
+    """By PyTorch's own kernel. It sums over a batch, not over channels: samples become channels of one image."""
+    if use.k == 0:
+        return None
+    site, size, dtype = use.site, use.g.shape[:2], wide(use.g.dtype)
+    if "sums" not in site.memo:
+        lines = prod(size), prod(use.g.shape[2:])
+        g, x = (t.to(dtype).reshape(lines) for t in (use.g, site.tensor("input")))
+        mean, rstd = (site.tensor(name).to(dtype).reshape(-1) for name in ("result1", "result2"))
+        site.memo["sums"] = group_norm_sums(g, x, mean, rstd)
+    value = site.memo["sums"][use.k - 1].view(size)
+    layout = carry(use.layout, tuple(use.g.shape), tuple(size), (0, 1, *[None] * (use.g.ndim - 2)))
+    return None if layout is None else dense(value.to(site.metadata(use.k).dtype), layout, use.target)
+
+
+def batch_norm(use: Use) -> Factor | None:
+    """x̂ from the running statistics, or from those of the batch, which are constants for scale and shift."""
+    site, channels = use.site, _channels(use)
+
+    def normalised() -> Tensor:
+        if _averages_batch(site):
+            mean, rstd = site.tensor("result1"), site.tensor("result2")
+        else:
+            mean, rstd = site.tensor("running_mean"), torch.rsqrt(site.tensor("running_var") + site.value("eps"))
+        return (site.tensor("input") - mean.reshape(channels)) * rstd.reshape(channels)
+
+    return _affine(use, channels, normalised)
+
+
+def weight_norm(site: Site, dw: Tensor) -> dict[int, Factor]:
+    """w = g v / ‖v‖, norms over all dims but one: dg = Σ dw v / ‖v‖ and dv = g / ‖v‖ (dw - v dg / ‖v‖)."""
+    v, g, norm = site.tensor("v"), site.tensor("g"), site.tensor("result1")
+    others = [d + 1 for d in range(v.ndim) if d != site.number("dim") % v.ndim]
+    norm = norm.reshape([n if d + 1 not in others else 1 for d, n in enumerate(v.shape)])
+    dg = ((dw * v).sum(others, keepdim=True)) / norm
+    dv = g / norm * (dw - v * dg / norm)
+    return {0: Dense(dv), 1: Dense(dg.reshape(len(dw), *g.shape))}
+
+
+_op = partial(op, flow={0: rows, 1: shared_by_rows, 2: shared_by_rows}, mixed_dims=last_dims)
+_READ = ("input", "result1", "result2")
+
+_op("NativeLayerNorm", rule=layer_norm, rowwise=Rowwise({1: _READ, 2: ()}), shape_follows=True)
+_op("FusedRmsNorm", rule=rms_norm)
+op(
+    "NativeGroupNorm",
+    flow=convolutions.FLOW,
+    rule=group_norm,
+    rowwise=Rowwise({1: _READ, 2: _READ}, ("group",)),
+    mixed_dims=group_dims,
+)
+
+_batch_norm = partial(op, flow={0: channels, 1: shared_by_channels, 2: shared_by_channels}, rule=batch_norm)
+_batch_norm(
+    "NativeBatchNorm NativeBatchNormLegit CudnnBatchNorm MiopenBatchNorm",
+    averages_batch=lambda site: bool(site.value("training")),
+)
+_batch_norm("BatchNormWithUpdate", averages_batch=lambda site: True)
+_batch_norm("NativeBatchNormLegitNoTraining BatchNormNoUpdate", averages_batch=lambda site: False)
+
+op("WeightNormInterface", pull=weight_norm)

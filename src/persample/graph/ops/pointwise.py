@@ -1,0 +1,122 @@
+"""Elementwise ops with broadcasting: the sample stays where it is, or is summed away.
+
+Parameters enter them as biases, scales, tokens and gates.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor
+
+from ...factors import Factor, View
+from ...factors.moves import Cast
+from ..invoke import call
+from ..layout import Fate, Flow, Labels, Shape, broadcast_dims, carry
+from ..site import Site
+from ..use import Use
+from .broadcast import dense
+from .dims import only
+from .table import EVERY, Layouts, Undecided, op
+
+
+def elementwise(site: Site, k: int, layouts: Layouts) -> Fate:
+    """An operand that was broadcast along the sample dim has a gradient that sums over samples."""
+    layout, shape, target = only(layouts), site.shapes[0], site.target(k)
+    if shape == target:
+        return layout
+    if len(shape) < len(target):  # a loss that was averaged, or an operand in place: one element for all
+        raise Undecided
+    found = carry(layout, shape, target, broadcast_dims(shape, target))
+    if found is None and isinstance(layout, Labels) and layout.index.numel() == 1:
+        return Labels(layout.batch, layout.index.reshape([1] * len(target)))
+    return Flow.SHARED if found is None else found
+
+
+def backward(use: Use) -> Factor | None:
+    """The op's own backward, summed per sample where the engine would sum over all."""
+    return _summed(use, _called(use))
+
+
+def _called(use: Use) -> Tensor | None:
+    return call(use.site.node, use.cotangents, use.site.edges)[use.k]
+
+
+def _summed(use: Use, value: Tensor | None) -> Factor | None:
+    """The factor of an operand, from its gradient before the sum over broadcast dims."""
+    if value is None or value.shape != use.g.shape:
+        return None
+    dtype = use.site.metadata(use.k).dtype
+    if value.is_complex() and not dtype.is_complex:
+        value = value.real
+    return dense(value.to(dtype), use.layout, use.target)
+
+
+def expand(use: Use) -> Factor | None:
+    """The cotangent, summed per sample."""
+    return _summed(use, use.g)
+
+
+def add(use: Use) -> Factor | None:
+    """self + alpha · other: the cotangent, summed per sample."""
+    return _summed(use, use.g if use.k == 0 or use.site.value("alpha") == 1 else _called(use))
+
+
+def subtract(use: Use) -> Factor | None:
+    """self - alpha · other: the cotangent or its negative, summed per sample."""
+    if use.k and use.site.value("alpha") != 1:
+        return backward(use)
+    return _summed(use, -use.g if use.k else use.g)
+
+
+def multiply(use: Use) -> Factor | None:
+    """self · other: the cotangent times the other operand, whose own gradient is not computed."""
+    site, g = use.site, use.g
+    if len(site.edges) == 2 and not g.is_complex():  # with one, the other operand is a number
+        other = site.optional("self" if use.k == 1 else "other")
+        if other is not None and not other.is_complex():
+            return _summed(use, g * other)
+    return backward(use)
+
+
+def same(site: Site, factor: Factor, target: Shape) -> Factor | None:
+    """A copy."""
+    return factor
+
+
+def cast(site: Site, factor: Factor, target: Shape) -> Factor | None:
+    """Another dtype."""
+    return View(factor, target, Cast(factor.dtype, site.metadata(0).dtype))
+
+
+_op = partial(op, flow={EVERY: elementwise}, by_shape=True, pointwise=True, rule=backward)
+
+_op("Clone", vmap=True, view=True, lift=same, shape_follows=True)
+_op("Alias", vmap=True, view=True, lift=same)
+_op("ToCopy", vmap=True, view=True, lift=cast)
+_op("Expand", rule=expand, vmap=True, shares_memory=True, new_rows=lambda node, shape: ())
+_op("Add", rule=add, vmap=True, shape_follows=True)
+_op("Sub", rule=subtract, vmap=True, shape_follows=True)
+_op("Mul", rule=multiply, vmap=True, shape_follows=True)
+_op(
+    "Cos Div Elu Exp Gelu LeakyRelu Log Neg Relu Rsqrt Sigmoid Silu Sin Softplus Sqrt Tanh",
+    vmap=True,
+    shape_follows=True,
+)
+_op(
+    "Abs Acos Acosh Addcdiv Addcmul Angle Asin Asinh Atan Atan2 Atanh BinaryCrossEntropy BinaryCrossEntropyWithLogits"
+    " Ceil Celu Clamp ClampMax ClampMin Complex Conj Copysign Cosh Deg2Rad Digamma Erf Erfc Erfinv Exp2 Expm1 Floor"
+    " Fmax Fmin Fmod Frac Hardshrink Hardsigmoid Hardswish Hardtanh HuberLoss Hypot I0 Ldexp Lerp Lgamma Log10 Log1P"
+    " Log2 LogSigmoid Logaddexp Logaddexp2 Logit MaskedFill Maximum Minimum MseLoss NanToNum NativeDropout Polar"
+    " Polygamma Pow PreluKernel Rad2Deg Reciprocal Remainder Round Rsub Sgn Sign Sinc Sinh SmoothL1Loss Softshrink"
+    " SpecialEntr SpecialErfcx SpecialI0E SpecialI1 SpecialI1E SpecialLogNdtr SpecialNdtri SpecialXlog1Py Tan"
+    " Threshold Tril Triu Trunc Where Xlogy",
+    vmap=True,
+)
+_op(
+    "Bernoulli BinaryCrossEntropyBackward ConjPhysical CopyBackwards EluBackward Fill FusedDropout GeluBackward"
+    " HardshrinkBackward HardswishBackward HardtanhBackward HuberLossBackward LeakyReluBackward Lift LiftFresh"
+    " LogSigmoidBackward Mish MseLossBackward NativeDropoutBackward NegView PreluKernelBackward RreluWithNoise"
+    " SigmoidBackward SmoothL1LossBackward SoftMarginLoss SoftplusBackward SoftshrinkBackward SpecialZeta"
+    " StandardGamma TanhBackward ThresholdBackward Zero"
+)

@@ -1,0 +1,302 @@
+"""Tables read by row or by element: embeddings, bags of embeddings, indexed and gathered parameters.
+
+Dims that are not indexed carry the sample over; along an indexed one, the indices tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from ...factors import Factor, Rows, View
+from ...factors.moves import Reshape
+from .. import saved
+from ..lanes import Lanes
+from ..layout import NOBODY, Fate, Flow, Layout, Shape, labels, sample_dims, simplify, strides
+from ..site import Site
+from ..use import Use
+from .along_dims import along_dim
+from .dims import but, follow, only
+from .table import Layouts, Undecided, op
+
+# --- what all of them share ---
+
+
+def _written_back(
+    layout: Layout, shape: Shape, target: Shape, block: range, indices: Sequence[Tensor], first: int
+) -> Fate:
+    """The samples of a table that was read at ``indices``: dims ``block`` of the result came from dims ``first``…
+
+    Each place of the table gets the sample of whoever read it; two readers of different samples meet there.
+    """
+    if any(d not in block for d in sample_dims(layout, shape)):
+        return Flow.PROBE
+    read = labels(layout, shape)
+    read = read.reshape([read.shape[d] for d in block]).expand([shape[d] for d in block])
+    sizes = target[first : first + len(indices)]
+    table = read.new_full(sizes, NOBODY)
+    where = tuple(torch.broadcast_tensors(*[i.to("cpu") for i in indices]))
+    table[where] = read
+    live = read != NOBODY
+    if bool((table[where] != read)[live].any()):
+        return Flow.MIXED
+    index = table.reshape([1] * first + list(sizes) + [1] * (len(target) - first - len(indices)))
+    return simplify(index, target, layout.batch)
+
+
+def _rows(use: Use, lanes: Lanes, ids: Tensor, dy: Tensor, parts: int) -> Factor:
+    """Flat ids (N,) into the first ``parts`` dims of the table, and their cotangents (N, ...); id -1 is skipped."""
+    target = use.target
+    grouped = lanes.group(ids + 1) - 1  # ragged samples are padded with zeros, which become -1
+    values = lanes.group(dy.reshape(len(ids), *target[parts:]))
+    factor = Rows(grouped, values, prod(target[:parts]))
+    if factor.shape == target:
+        return factor
+    return View(factor, target, Reshape(factor.shape, target))
+
+
+def _read_once(factor: Factor, target: Shape, ids: Tensor) -> Factor:
+    """The factor of a table that is read once for all samples (positions, relative distances); id -1 is skipped."""
+    flat = ids.reshape(-1)
+    dy = factor.stack().reshape(factor.batch, len(flat), *target[1:])
+    return Rows(flat.expand(factor.batch, -1), dy, target[0])
+
+
+def _without_padding(site: Site) -> Tensor:
+    """The ids of an embedding, -1 for those that get no gradient."""
+    ids, padding = site.tensor("indices"), site.number("padding_idx")
+    return ids.masked_fill(ids == padding, -1) if padding >= 0 else ids
+
+
+def _all_dims(node: Node, shape: Shape) -> Sequence[int]:
+    return range(len(shape))
+
+
+def _is_mask(index: Tensor) -> bool:
+    return index.dtype in (torch.bool, torch.uint8)
+
+
+# --- embeddings ---
+
+
+def embedding_flow(site: Site, k: int, layouts: Layouts) -> Fate:
+    """A table read by row."""
+    layout, shape, target = only(layouts), site.shapes[0], site.target(k)
+    found = follow(layout, shape, target, [None] * (len(shape) - 1) + [1], 2)
+    if found is not None:
+        return found
+    if site.is_weight(k):
+        return Flow.SHARED
+    return _written_back(layout, shape, target, range(len(shape) - 1), [site.tensor("indices")], 0)
+
+
+def embedding(use: Use) -> Factor | None:
+    """Rows ids of the table; the row padding_idx gets nothing, and frequent ids may count less."""
+    site, ids = use.site, use.site.tensor("indices")
+    lanes = use.lanes(ids.ndim)
+    if lanes is None:
+        return None
+    flat, dy = ids.reshape(-1), use.g.reshape(ids.numel(), use.target[1])
+    if site.value("scale_grad_by_freq"):
+        dy = dy / torch.bincount(flat, minlength=use.target[0])[flat].unsqueeze(1)
+    return _rows(use, lanes, _without_padding(site).reshape(-1), dy, 1)
+
+
+def lift_embedding(site: Site, factor: Factor, target: Shape) -> Factor | None:
+    """A table read once for all samples."""
+    return None if site.value("scale_grad_by_freq") else _read_once(factor, target, _without_padding(site))
+
+
+def _dims_of_ids(site: Site) -> list[int] | None:
+    shape = site.shapes[0]
+    return [d for d in range(len(shape) - 1) if shape[d] > 1]
+
+
+op(
+    "Embedding",
+    flow=embedding_flow,
+    rule=embedding,
+    lift=lift_embedding,
+    new_rows=lambda node, shape: range(len(shape) - 1),
+    read_dims=_dims_of_ids,
+    counts_reads=True,
+    saved_data=("indices", 0),
+)
+
+
+def bag_flow(site: Site, k: int, layouts: Layouts) -> Fate:
+    """A table read by row, several rows per result."""
+    return Flow.SHARED if site.is_weight(k) else Flow.PROBE
+
+
+def bag(use: Use) -> Factor | None:
+    """Every entry of a bag gets the bag's cotangent, weighted (sum, mean), or one entry per column does (max)."""
+    site, g = use.site, use.g
+    lanes = use.lanes(1)
+    if use.k != 0 or lanes is None or site.value("scale_grad_by_freq"):
+        return None
+    if site.number("mode") == 2:
+        return _bag_maxima(use, lanes)
+    ids, bags = site.tensor("indices"), site.tensor("result1")
+    if len(bags) != len(ids):  # the CPU's fused sum keeps offsets only
+        place = torch.arange(len(ids), device=ids.device)
+        bags = torch.searchsorted(site.tensor("offsets").to(place.dtype), place, right=True) - 1
+    live = ids != site.number("padding_idx")
+    weights = site.optional("per_sample_weights")
+    values = g.index_select(0, bags)
+    if weights is not None and weights.numel():
+        values = values * weights.reshape(-1, 1)
+    if site.number("mode") == 1:
+        sizes = torch.zeros(len(g), dtype=g.dtype, device=g.device).index_add_(0, bags, live.to(g.dtype))
+        values = values / sizes.clamp(min=1).index_select(0, bags).unsqueeze(1)
+    sample = labels(use.layout, tuple(g.shape)).reshape(-1).expand(len(g)).index_select(0, bags.to("cpu"))
+    return _rows(use, Lanes.labelled(use.batch, sample), ids.masked_fill(~live, -1), values, 1)
+
+
+def _bag_maxima(use: Use, lanes: Lanes) -> Factor:
+    """The row that was largest in each column of a bag; an empty bag has none."""
+    winners = use.site.tensor("result3")
+    width = use.target[1]
+    flat = winners * width + torch.arange(width, device=winners.device)
+    empty = (use.site.tensor("result2") == 0).reshape(-1, 1)
+    flat = flat.masked_fill((winners < 0) | empty, -1)
+    grouped = lanes.group(flat + 1).flatten(1) - 1
+    factor = Rows(grouped, lanes.group(use.g).flatten(1), prod(use.target))
+    return View(factor, use.target, Reshape(factor.shape, use.target))
+
+
+op("EmbeddingBag", flow=bag_flow, rule=bag, new_rows=_all_dims, counts_reads=True)
+
+
+# --- rows and elements by index ---
+
+
+def selected_rows(site: Site, k: int, layouts: Layouts) -> Fate:
+    """Rows of one dim."""
+    layout, shape, target = only(layouts), site.shapes[0], site.target(k)
+    dim = site.number("dim") % max(len(shape), 1)
+    found = follow(layout, shape, target, but(shape, dim))
+    if found is not None and sample_dims(layout, shape):
+        return found
+    if site.is_weight(k):
+        return Flow.SHARED
+    return _written_back(layout, shape, target, range(dim, dim + 1), [site.tensor("index")], dim)
+
+
+def index_select(use: Use) -> Factor | None:
+    """Rows of a table along dim 0."""
+    lanes = use.lanes(1)
+    if lanes is None or use.site.number("dim") % use.g.ndim != 0:
+        return None
+    return _rows(use, lanes, use.site.tensor("index").reshape(-1), use.g, 1)
+
+
+def lift_selected_rows(site: Site, factor: Factor, target: Shape) -> Factor | None:
+    """A table read once for all samples."""
+    if not target or site.number("dim") % len(target) != 0:
+        return None
+    return _read_once(factor, target, site.tensor("index"))
+
+
+def _selected_dim(node: Node, shape: Shape) -> Sequence[int]:
+    return [saved.number(node, "dim") % len(shape)] if shape else []
+
+
+def _first_dim(site: Site) -> list[int] | None:
+    if site.number("dim") != 0:
+        return None
+    return [0]
+
+
+op(
+    "IndexSelect",
+    flow=selected_rows,
+    rule=index_select,
+    lift=lift_selected_rows,
+    section=True,
+    new_rows=_selected_dim,
+    read_dims=_first_dim,
+    vmap=True,
+)
+
+
+def index_flow(site: Site, k: int, layouts: Layouts) -> Fate:
+    """``x[:, i, j]`` and its like."""
+    layout, shape, target = only(layouts), site.shapes[0], site.target(k)
+    indices = list(site.value("indices"))
+    indexed = [d for d, i in enumerate(indices) if i is not None]
+    tensors = [i for i in indices if i is not None]
+    if not indexed or any(_is_mask(i) for i in tensors):
+        raise Undecided
+    width = max(i.ndim for i in tensors)
+    adjacent = indexed == list(range(indexed[0], indexed[-1] + 1))
+    start = indexed[0] if adjacent else 0
+    block = range(start, start + width)
+    kept = [d for d in range(len(target)) if d not in indexed]
+    to_dims = [None if d in block else kept[d if d < start else d - width] for d in range(len(shape))]
+    found = follow(layout, shape, target, to_dims, len(kept) + len(indexed))
+    if found is not None and sample_dims(layout, shape):
+        return found
+    if site.is_weight(k):
+        return Flow.SHARED
+    return _written_back(layout, shape, target, block, tensors, start) if adjacent else Flow.PROBE
+
+
+def index(use: Use) -> Factor | None:
+    """table[ids], or table[i, j, …] as rows of the flattened first dims."""
+    indices = list(use.site.value("indices"))
+    while indices and indices[-1] is None:
+        indices.pop()
+    if not indices or any(i is None or _is_mask(i) for i in indices):
+        return None
+    flat = torch.zeros((), dtype=torch.int64, device=use.g.device)
+    for ids, size in zip(indices, use.target, strict=False):
+        flat = flat * size + torch.where(ids < 0, ids + size, ids)
+    lanes = use.lanes(flat.ndim)
+    return None if lanes is None else _rows(use, lanes, flat.reshape(-1), use.g, len(indices))
+
+
+def _dims_of_first_index(site: Site) -> list[int] | None:
+    first, *others = site.value("indices")
+    if first is None or _is_mask(first) or any(t is not None for t in others):
+        return None
+    return [d for d in range(first.ndim) if site.shapes[0][d] > 1]
+
+
+_index = partial(op, flow=index_flow, rule=index, section=True, new_rows=_all_dims, read_dims=_dims_of_first_index)
+_index("Index", vmap=True)
+_index("UnsafeIndex")
+
+
+def take(use: Use) -> Factor | None:
+    """Elements of the flattened table."""
+    lanes = use.lanes(use.g.ndim)
+    if lanes is None:
+        return None
+    ids = use.site.tensor("index").reshape(-1)
+    return _rows(use, lanes, torch.where(ids < 0, ids + prod(use.target), ids), use.g.reshape(-1), len(use.target))
+
+
+op("Take", rule=take, new_rows=_all_dims)
+
+
+def gather(use: Use) -> Factor | None:
+    """Elements of the table: the index along one dim, the place itself along the others."""
+    lanes = use.lanes(use.g.ndim)
+    if lanes is None or not use.g.ndim:
+        return None
+    dim, ids = use.site.number("dim") % use.g.ndim, use.site.tensor("index")
+    flat = torch.zeros((), dtype=torch.int64, device=ids.device)
+    for d, step in enumerate(strides(use.target)):
+        place = torch.arange(ids.shape[d], device=ids.device).reshape([-1 if e == d else 1 for e in range(ids.ndim)])
+        flat = flat + (ids if d == dim else place) * step
+    return _rows(use, lanes, flat.reshape(-1), use.g.reshape(-1), len(use.target))
+
+
+op("Gather", flow=along_dim, rule=gather, new_rows=_all_dims)
+op("MaskedSelect", new_rows=_all_dims)
