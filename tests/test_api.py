@@ -10,12 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import persample as ps
+from tests.models import mlp
 from tests.reference import assert_same, definition, named
-
-
-def mlp() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
 
 
 def losses_of(model: nn.Module, B: int = 5, seed: int = 1) -> Tensor:

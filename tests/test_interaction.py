@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import persample as ps
+from tests import models
 from tests.case_library.functions import OwnLinear
 from tests.reference import Params, assert_same, definition
 
@@ -81,7 +82,7 @@ def batch_norm_of_the_data() -> Program:
 
 @meeting("Mm")
 def contrastive_one_tower() -> Program:
-    net, x, y = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4)), torch.randn(B, 3), torch.randn(B, 3)
+    net, x, y = models.mlp(3, 5, 4), torch.randn(B, 3), torch.randn(B, 3)
     return net, lambda: F.cross_entropy(net(x) @ net(y).t(), torch.arange(B), reduction="none")
 
 
@@ -93,7 +94,7 @@ def contrastive_two_towers() -> Program:
 
 @meeting("Flip")
 def preference_pairs() -> Program:
-    net, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)), torch.randn(B, 3)
+    net, x = models.mlp(3, 4, 1), torch.randn(B, 3)
 
     def losses() -> Tensor:
         reward = net(x).view(2, 2)
@@ -104,7 +105,7 @@ def preference_pairs() -> Program:
 
 @apart
 def mlp() -> Program:
-    net, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(B, 3)
+    net, x = models.mlp(), torch.randn(B, 3)
     return net, lambda: F.cross_entropy(net(x), torch.arange(B) % 2, reduction="none")
 
 

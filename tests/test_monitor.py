@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import persample as ps
+from tests import models
+from tests.models import Program, mlp_and_losses
 from tests.reference import definition
-
-Program = tuple[nn.Module, Callable[[], Tensor]]
 
 
 @pytest.fixture(autouse=True)
@@ -28,24 +28,8 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
-def mlp(B: int = 6) -> Program:
-    model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double(), torch.randn(B, 3).double()
-    return model, lambda: model(x).square().sum(1)
-
-
-def cnn(B: int = 6) -> Program:
-    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(True), nn.Conv2d(4, 2, 3)).double()
-    x = torch.randn(B, 2, 6, 6).double()
-    return model, lambda: model(x).square().sum((1, 2, 3))
-
-
-def tied(B: int = 6) -> Program:
-    model, ids = nn.Embedding(6, 3).double(), torch.randint(6, (B, 4))
-    return model, lambda: (model(ids).tanh() @ model.weight.t()).square().sum((1, 2))
-
-
 def checkpointed(B: int = 6) -> Program:
-    model, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double(), torch.randn(B, 3).double()
+    model, x = models.mlp(3, 3, 3), torch.randn(B, 3).double()
     return model, lambda: checkpoint(model, x, use_reentrant=False).square().sum(1)
 
 
@@ -65,8 +49,15 @@ def mixed(B: int = 6) -> Program:
     return model, lambda: model[2](model[1](model[0](x).double()).tanh().bfloat16()).double().square().sum(1)
 
 
-PROGRAMS = [mlp, cnn, tied, checkpointed, dropout, unreached]
-every_program = pytest.mark.parametrize("program", PROGRAMS, ids=[p.__name__ for p in PROGRAMS])
+PROGRAMS: dict[str, Callable[..., Program]] = {
+    "mlp": mlp_and_losses,
+    "cnn": models.cnn_and_losses,
+    "tied": models.tied_and_losses,
+    "checkpointed": checkpointed,
+    "dropout": dropout,
+    "unreached": unreached,
+}
+every_program = pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 
 
 def rows(stacks: dict[str, Tensor]) -> Tensor:
@@ -196,7 +187,7 @@ def test_a_signal_that_drowns_has_no_noise_scale() -> None:
 @pytest.mark.parametrize("way", ["beside", "backward"])
 @pytest.mark.parametrize("B", [0, 1])
 def test_batches_without_a_variance(B: int, way: str) -> None:
-    model, forward = mlp(B)
+    model, forward = mlp_and_losses(B)
     monitor = ps.Monitor(model)
     losses = forward()
     if way == "beside":
@@ -327,7 +318,7 @@ def test_leaves_that_are_not_watched_get_their_gradients() -> None:
 
 
 def test_hooks_for_after_see_the_gradient() -> None:
-    model, forward = mlp()
+    model, forward = mlp_and_losses()
     seen: list[Tensor] = []
     model[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))  # type: ignore[union-attr]
     ps.Monitor(model).backward(forward())
@@ -375,7 +366,7 @@ def test_ddp_reduces_as_ever() -> None:
 
 
 def test_one_step_in_so_many() -> None:
-    model, forward = mlp()
+    model, forward = mlp_and_losses()
     seen: list[float] = []
     monitor = ps.Monitor(model, log=lambda values: seen.append(values["step"]), every=3)
     records = [monitor.backward(forward()) if k % 2 else monitor(forward()) for k in range(8)]
@@ -388,7 +379,7 @@ def test_one_step_in_so_many() -> None:
 
 @pytest.mark.parametrize("ids", [torch.tensor([10, 20, 30, 40, 50, 60]), ["a", "b", "c", "d", "e", "f"], range(6)])
 def test_samples_have_names(ids: Any) -> None:
-    model, forward = mlp()
+    model, forward = mlp_and_losses(B=6)
     monitor = ps.Monitor(model, unusual=2)
     record = monitor(forward(), ids=ids)
     assert record is not None
@@ -399,7 +390,7 @@ def test_samples_have_names(ids: Any) -> None:
 
 
 def test_no_log_keeps_the_record() -> None:
-    model, forward = mlp()
+    model, forward = mlp_and_losses()
     monitor = ps.Monitor(model)
     assert monitor.last is None
     assert monitor(forward()) is monitor.last
@@ -436,7 +427,7 @@ def test_tensorboard_reads_what_was_logged(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    model, forward = mlp()
+    model, forward = mlp_and_losses()
     monitor = ps.Monitor(model, log=tmp_path / "runs", every=2)
     for _ in range(3):
         monitor(forward())
@@ -476,7 +467,7 @@ def test_arguments_that_make_no_sense(arguments: dict[str, Any], error: type[Exc
 
 @pytest.mark.parametrize("step", [0, 1])
 def test_losses_and_ids_are_checked_in_every_step(step: int) -> None:
-    model, forward = mlp()
+    model, forward = mlp_and_losses(B=6)
     monitor = ps.Monitor(model)
     with pytest.raises(ValueError, match="ids must name every sample: there are 6 losses and 2 ids"):
         monitor(forward(), ids=[1, 2], step=step)

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import persample as ps
 from persample import dp
+from tests import models
 from tests.distributed.processes import Processes
 
 EXAMPLES, FEATURES, CLASSES = 40, 5, 3
@@ -41,9 +42,7 @@ class Digits(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 
 
 def mlp() -> nn.Sequential:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(FEATURES, 7), nn.Tanh(), nn.Linear(7, CLASSES)).double()
+    return models.mlp(FEATURES, 7, CLASSES)
 
 
 def sharded(model: nn.Sequential, reshard: bool | None = None, **options: Any) -> nn.Module:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.expanded.helpers import mlp
 from tests.expanded.rules import registries_restored
+from tests.models import mlp
 from tests.modes import default_dtype
 
 

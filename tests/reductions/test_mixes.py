@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import persample as ps
+from tests import models
 from tests.case_library.registry import score, shaken
+from tests.models import Program
 from tests.reductions.expected import Ask, assert_result, flat, questions
 from tests.reference import definition
 from tests.test_properties import CHECKED, programs
 
-Program: TypeAlias = tuple[nn.Module, Callable[[], Tensor]]
-
 
 def mlp(B: int) -> Program:
-    net, x = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double(), torch.randn(B, 5).double()
+    net, x = models.mlp(5, 8, 3), torch.randn(B, 5).double()
     return net, lambda: score(net(x))
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import persample as ps
 from persample.reductions import projection as module
+from tests.models import mlp
 from tests.reference import definition, named
 
 KINDS = ("rademacher", "gaussian", "kronecker")
@@ -148,7 +149,7 @@ def test_linear_in_the_gradient(kind: str) -> None:
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)], ids=str)
 def test_the_same_map_for_every_dtype(kind: str, dtype: torch.dtype, rtol: float) -> None:
     torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).to(dtype), torch.randn(B, 4).to(dtype)
+    model, x = mlp(4, 6, 3, dtype=dtype), torch.randn(B, 4).to(dtype)
     projection = ps.Projection(12, 3, kind)
     got = ps.project(model(x).square().sum(1), model, projection)
     assert got.dtype == torch.float32
@@ -257,14 +258,9 @@ def deviations(forward: Callable[[], Tensor], params: object, kind: str, dim: in
     return torch.stack(found).mean(0), torch.stack(found).square().mean(0).sqrt()
 
 
-def mlp() -> tuple[nn.Module, Tensor]:
-    torch.manual_seed(2)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)).double(), torch.randn(4, 6).double()
-
-
 @pytest.mark.parametrize(("kind", "dim"), [*((kind, 16) for kind in KINDS), ("kronecker", 36)])
 def test_inner_products_are_kept_within_the_stated_error(kind: str, dim: int) -> None:
-    model, x = mlp()
+    model, x = mlp(6, 8, 5), torch.randn(4, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     seeds = 300
     error = ps.Projection(dim, 0, kind).error
     mean, deviation = deviations(lambda: model(x).square().sum(1), model, kind, dim, seeds)
@@ -313,7 +309,7 @@ def test_wrong_arguments(arguments: Sequence[object], match: str) -> None:
 
 
 def test_something_else_than_a_projection() -> None:
-    model, x = mlp()
+    model, x = mlp(6, 8, 5), torch.randn(4, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     for wrong in (512, ps.Projection):
         with pytest.raises(TypeError, match=r"expected a ps\.Projection\(dim, seed\), not"):
             ps.project(model(x).sum(1), model, wrong)  # type: ignore[arg-type]
