@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import persample as ps
 from tests.case_library.functions import OwnLinear
 from tests.models import mlp
-from tests.reference import assert_same, definition
+from tests.reference import assert_same, definition, vectors
 
 VERSION = "modified by an inplace operation"
 
@@ -183,8 +183,8 @@ def test_a_cotangent_that_changes_during_the_backward(layers: int, ask: Callable
     weights = [first, *[others[0]] * len(others)] if tied else [first, *others]
     params = list(dict.fromkeys(weights))
     want = definition(turned_around(weights), params)
-    every = torch.cat([rows.flatten(1) for rows in want.values()], 1).norm(dim=1)
-    clipped = [torch.tensordot((0.1 / every).clamp(max=1), rows, 1) for rows in want.values()]
+    every = vectors(want).norm(dim=1)
+    clipped = [torch.tensordot((0.1 / every).clamp(max=1), stack, 1) for stack in want.values()]
     try:
         found = ask(turned_around(weights), params)
     except ps.UnsupportedError:

@@ -18,6 +18,7 @@ from tests.case_library.functions import OwnLinear
 from tests.reference import Params, assert_same, definition
 
 B = 4
+pytestmark = pytest.mark.usefixtures("float64")
 Program = tuple[Params, Callable[[], Tensor]]
 MEETING: dict[str, tuple[str, Callable[[], Program]]] = {}  # name -> (op from which samples share a value, program)
 APART: dict[str, Callable[[], Program]] = {}
@@ -187,14 +188,6 @@ def lstm_and_dropout() -> Program:
 def users() -> Program:
     net, x, user = nn.Linear(3, 2), torch.randn(7, 3), torch.tensor([1, 0, 3, 1, 2, 0, 3])
     return net, lambda: torch.zeros(B).index_add(0, user, net(x).square().sum(1))
-
-
-@pytest.fixture(autouse=True)
-def _float64() -> Any:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("name", MEETING)

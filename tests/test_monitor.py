@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import persample as ps
 from tests import models
 from tests.models import Program, mlp_and_losses
-from tests.reference import definition
+from tests.reference import definition, vectors
 
 
 @pytest.fixture(autouse=True)
@@ -60,11 +60,6 @@ PROGRAMS: dict[str, Callable[..., Program]] = {
 every_program = pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 
 
-def rows(stacks: dict[str, Tensor]) -> Tensor:
-    """(B, all parameters)."""
-    return torch.cat([g.double().flatten(1) for g in stacks.values()], 1)
-
-
 def spread(g: Tensor) -> tuple[float, float]:
     """The trace of the covariance and the squared norm of the expectation, both unbiased."""
     trace = g.var(0, correction=1).sum()
@@ -75,7 +70,7 @@ def expected(
     stacks: dict[str, Tensor], quantiles: tuple[float, ...] = (0, 0.25, 0.5, 0.75, 0.95, 1)
 ) -> dict[str, float]:
     """What one step logs, from gradients that are written out."""
-    g = rows(stacks)
+    g = vectors(stacks)
     norms, (trace, signal) = g.norm(dim=1), spread(g)
     values = {"batch": len(g), "nonfinite": 0, "norms/mean": norms.mean(), "gradient/norm": g.mean(0).norm()}
     values |= {"gradient/variance": trace, "gradient/signal": signal}
@@ -84,7 +79,7 @@ def expected(
         values["noise_scale"] = trace / signal
     layers = {name.rpartition(".")[0] or name for name in stacks}
     for layer in layers:
-        trace, signal = spread(rows({n: s for n, s in stacks.items() if (n.rpartition(".")[0] or n) == layer}))
+        trace, signal = spread(vectors({n: s for n, s in stacks.items() if (n.rpartition(".")[0] or n) == layer}))
         if trace > 0:
             values[f"snr/{layer}"] = signal / trace
     for rank, i in enumerate(norms.argsort(descending=True)[:5].tolist()):

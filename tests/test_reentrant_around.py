@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import persample as ps
 from persample import dp
 from persample.testing import check
-from tests.reference import assert_same, definition
+from tests.reference import assert_same, definition, vectors
 
 reentrant = partial(checkpoint, use_reentrant=True)
 
@@ -250,7 +250,7 @@ def test_one_sample_and_none_are_explained() -> None:
 def test_every_reduction_sees_the_same() -> None:
     model, x = made()
     want = wanted(model, x)
-    flat = torch.cat([g.flatten(1) for g in want.values()], 1)
+    flat = vectors(want)
     norms = flat.norm(dim=1)
     assert_same({"n": ps.norms(square(model(x)), model)}, {"n": norms})
     got = ps.reduce(square(model(x)), model, ps.Norms(), ps.ClippedSum(0.5), ps.SecondMoment(), ps.Gram())
@@ -294,7 +294,7 @@ def test_monitored() -> None:
     monitor = ps.Monitor(model)
     monitor.backward(square(model(x)))
     want = wanted(model, x)
-    flat = torch.cat([g.flatten(1) for g in want.values()], 1)
+    flat = vectors(want)
     assert monitor.last is not None
     assert all(p.grad is not None for p in model.parameters())
     assert_same({"norms": monitor.last.norms}, {"norms": flat.norm(dim=1)})

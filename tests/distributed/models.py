@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.reference import definition
+from tests.reference import definition, vectors
 
 WORDS, WIDTH, LENGTH, CLASSES = 7, 4, 3, 5
 Losses = Callable[[nn.Module, Tensor], Tensor]
@@ -103,18 +103,13 @@ def losses(model: nn.Module, ids: Tensor) -> Tensor:
 def rows_of_all(model: nn.Module, sizes: Sequence[int], step: int = 0) -> dict[str, Tensor]:
     """The gradients of all ranks' samples by definition, on a model that no wrapper has touched."""
     every = [definition(losses(model, batch(rank, size, step)), model) for rank, size in enumerate(sizes)]
-    return {name: torch.cat([rows[name] for rows in every]) for name in every[0]}
+    return {name: torch.cat([stacks[name] for stacks in every]) for name in every[0]}
 
 
-def flat(rows: Mapping[str, Tensor]) -> Tensor:
-    """(B, all parameters)."""
-    return torch.cat([r.flatten(1) for r in rows.values()], 1)
-
-
-def clipped(rows: Mapping[str, Tensor], bound: float) -> dict[str, Tensor]:
+def clipped(stacks: Mapping[str, Tensor], bound: float) -> dict[str, Tensor]:
     """The sum of clipped gradients by definition."""
-    weights = (bound / flat(rows).norm(dim=1)).clamp(max=1)
-    return {name: torch.einsum("b,b...->...", weights, r) for name, r in rows.items()}
+    weights = (bound / vectors(stacks).norm(dim=1)).clamp(max=1)
+    return {name: torch.einsum("b,b...->...", weights, stack) for name, stack in stacks.items()}
 
 
 def close(got: Tensor, want: Tensor) -> None:

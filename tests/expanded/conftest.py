@@ -11,15 +11,6 @@ from torch import nn
 
 from tests.expanded.rules import registries_restored
 from tests.models import mlp
-from tests.modes import default_dtype
-
-
-@pytest.fixture
-def float64() -> Iterator[None]:
-    """The same numbers every time, in double precision."""
-    torch.manual_seed(0)
-    with default_dtype(torch.float64):
-        yield
 
 
 @pytest.fixture

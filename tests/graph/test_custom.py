@@ -17,7 +17,7 @@ from persample.graph.flows.registry import Layouts, keep
 from persample.graph.rules.registry import Use
 from persample.graph.site import Fate, Flow, Site
 from tests.expanded.helpers import check, r, sizes, squares
-from tests.reference import assert_same, definition
+from tests.reference import assert_same, definition, vectors
 
 
 @pytest.fixture(autouse=True)
@@ -133,7 +133,7 @@ def test_reductions_of_taught_factors(B: int, flow: Any) -> None:
     function = product()
     teach(function, flow)(Teacher())
     found = squares(net(function)(r(B, 2, 4), *(given := params())))
-    want = torch.cat([stack.flatten(1) for stack in definition(found, given).values()], 1).norm(dim=1)
+    want = vectors(definition(found, given)).norm(dim=1)
     (norms,) = ps.reduce(found, given, ps.Norms())
     assert_same([norms], {"0": want})
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import persample as ps
-from tests.reference import assert_same, definition, named
+from tests.reference import assert_same, definition, named, vectors
 
 B = 5
 
@@ -116,20 +116,16 @@ def ids() -> Tensor:
     return torch.randint(0, 6, (B, 4), generator=torch.Generator().manual_seed(0))
 
 
-def rows(stacks: dict[str, Tensor]) -> Tensor:
-    return torch.cat([g.reshape(len(g), -1) for g in stacks.values()], 1)
-
-
 def assert_all(got: tuple[Any, ...], stacks: dict[str, Tensor]) -> None:
     """Results of LargestEntry, Norms, Farthest(3), ClippedSum(0.5), Stack."""
-    every = rows(stacks)
+    every = vectors(stacks)
     largest, norms, (chosen, picked), clipped, stack = got
     torch.testing.assert_close(largest, every.abs().amax(1), rtol=1e-10, atol=0)
     torch.testing.assert_close(norms, every.norm(dim=1))
     assert chosen.tolist() == torch.cdist(every, every).argmax(1).tolist()
-    torch.testing.assert_close(rows({n: p.unsqueeze(0) for n, p in picked.items()})[0], 3 * every[chosen].sum(0))
+    torch.testing.assert_close(vectors({n: p.unsqueeze(0) for n, p in picked.items()})[0], 3 * every[chosen].sum(0))
     weights = (0.5 / norms).clamp(max=1)
-    torch.testing.assert_close(rows({n: p.unsqueeze(0) for n, p in clipped.items()})[0], weights @ every)
+    torch.testing.assert_close(vectors({n: p.unsqueeze(0) for n, p in clipped.items()})[0], weights @ every)
     assert_same(stack, stacks)
 
 
@@ -202,7 +198,7 @@ def test_errors_of_a_failing_reduction_do_not_reach_the_next_call(net: Net, ids:
     with pytest.raises(KeyError):
         ps.reduce(net(ids), net, Failing("add"), LargestEntry())
     (got,) = ps.reduce(net(ids), net, LargestEntry())
-    torch.testing.assert_close(got, rows(definition(net(ids), net)).abs().amax(1))
+    torch.testing.assert_close(got, vectors(definition(net(ids), net)).abs().amax(1))
 
 
 def test_a_reduction_must_have_all_three_methods() -> None:

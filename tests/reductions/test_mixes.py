@@ -18,8 +18,8 @@ import persample as ps
 from tests import models
 from tests.case_library.registry import score, shaken
 from tests.models import Program
-from tests.reductions.expected import Ask, assert_result, flat, questions
-from tests.reference import definition
+from tests.reductions.expected import Ask, assert_result, questions
+from tests.reference import definition, flat
 from tests.test_properties import CHECKED, programs
 
 

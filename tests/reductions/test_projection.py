@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import persample as ps
 from persample.reductions import projection as module
 from tests.models import mlp
-from tests.reference import definition, named
+from tests.reference import definition, flat, named, vectors
 
 KINDS = ("rademacher", "gaussian", "kronecker")
 B = 5
@@ -45,17 +45,11 @@ def model_and_data() -> tuple[Net, Tensor]:
     return model, torch.randint(0, 7, (B, 4))
 
 
-def real(stack: Tensor) -> Tensor:
-    """(B, ...) as B rows of real numbers in float64."""
-    stack = torch.view_as_real(stack.resolve_conj()) if stack.is_complex() else stack
-    return stack.detach().double().reshape(len(stack), -1)
-
-
 def by_hand(stacks: Mapping[str, Tensor], projection: ps.Projection) -> Tensor:
     """Gradients that were written out, multiplied with the whole matrices."""
     total = torch.zeros(len(next(iter(stacks.values()))), projection.dim, dtype=torch.float64)
     for name, stack in stacks.items():
-        rows, shape = real(stack), stack.shape[1:]
+        rows, shape = flat(stack), stack.shape[1:]
         n, m = shape[0] if shape else 1, rows.shape[1] // (shape[0] if shape else 1)
         if projection.kind == "kronecker" and min(n, m) > 1:
             left, right = (t.double() for t in projection.two_sides(name, n, m))
@@ -249,7 +243,7 @@ def test_matrices_are_never_held_whole(kind: str, monkeypatch: pytest.MonkeyPatc
 def deviations(forward: Callable[[], Tensor], params: object, kind: str, dim: int, seeds: int) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation over seeds of <z_i, z_j> - <g_i, g_j>, relative to both norms."""
     losses = forward()
-    rows = torch.cat([real(g) for g in definition(losses, params).values()], 1)  # type: ignore[arg-type]
+    rows = vectors(definition(losses, params))
     norms, products = rows.norm(dim=1), rows @ rows.t()
     found = []
     for seed in range(seeds):
