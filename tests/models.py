@@ -65,6 +65,31 @@ class Recurrent(nn.Module):
         return states
 
 
+class EveryForm(nn.Module):
+    """Ids (B, T) -> losses (B,), with parameters whose gradients have every form.
+
+    A table, a kernel, a recurrence, a linear layer with and without positions, vectors and a number; one layer is
+    frozen, and one is not used.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.conv, self.gru = nn.Embedding(6, 4), nn.Conv1d(4, 4, 2), nn.GRU(4, 3, batch_first=True)
+        self.norm, self.frozen, self.out = nn.LayerNorm(3), nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 2)
+        self.scale, self.unused = nn.Parameter(torch.tensor(0.9)), nn.Linear(2, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.norm(self.gru(self.conv(self.table(ids).mT).mT)[0])
+        return (self.out(self.frozen(h).sum(1)) * self.scale).sin().sum(1) + self.out(h).square().sum((1, 2))
+
+
+def every_form(seed: int = 1) -> EveryForm:
+    """The model with parameters of every form, in float64."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return EveryForm().double()
+
+
 def mlp_and_losses(B: int = 5, *, positions: tuple[int, ...] = (), dtype: torch.dtype = torch.float64) -> Program:
     """An MLP on samples (B, *positions, 3)."""
     return _on(mlp(dtype=dtype), _noise(B, *positions, 3).to(dtype))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,6 @@ from torch.nn import functional as F
 from tests.reference import definition, vectors
 
 WORDS, WIDTH, LENGTH, CLASSES = 7, 4, 3, 5
-Losses = Callable[[nn.Module, Tensor], Tensor]
 
 
 class Block(nn.Module):
@@ -40,34 +39,6 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x.mean(1))
-
-
-class Merged(Net):
-    """The head's weight is computed from others, which is pulled back after the engine is done."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Parameter(torch.randn(CLASSES, 2)), nn.Parameter(torch.randn(2, WIDTH))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.words(ids)
-        for block in self.blocks:
-            x = block(x)
-        return F.linear(x.mean(1), self.head.weight * torch.tanh(self.left @ self.right), self.head.bias)
-
-
-class Tied(Net):
-    """Words are guessed by the embedding's own weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        del self.head
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.words(ids)
-        for block in self.blocks:
-            x = block(x)
-        return x.mean(1) @ self.words.weight.t()
 
 
 class Unused(Net):

@@ -10,14 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import persample as ps
 from persample.distributed.shards import _groups
 from tests.distributed.models import (
-    Merged,
+    CLASSES,
+    WIDTH,
     Net,
-    Tied,
     all_close,
     batch,
     clipped,
@@ -167,6 +168,34 @@ def train(rank: int, world: int, kind: type[nn.Module], wraps: str, reshard: boo
         {name: p.full_tensor() for name, p in sharded.named_parameters()},
         {name: p.detach() for name, p in plain.named_parameters()},
     )
+
+
+class Merged(Net):
+    """The head's weight is computed from others, which is pulled back after the engine is done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Parameter(torch.randn(CLASSES, 2)), nn.Parameter(torch.randn(2, WIDTH))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(x.mean(1), self.head.weight * torch.tanh(self.left @ self.right), self.head.bias)
+
+
+class Tied(Net):
+    """Words are guessed by the embedding's own weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.head
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        for block in self.blocks:
+            x = block(x)
+        return x.mean(1) @ self.words.weight.t()
 
 
 @pytest.mark.parametrize("kind", [Net, Merged, Tied])

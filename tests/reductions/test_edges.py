@@ -13,29 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import persample as ps
+from tests.models import EveryForm, every_form
 from tests.reference import Params, definition, flat, named, real, vectors
 
 C = 0.7
 PROJECTION = ps.Projection(6, seed=2)
 
 
-class Net(nn.Module):
-    """A table, a kernel, linear layers with and without positions, a recurrence, vectors, a number; two left out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.conv, self.gru = nn.Embedding(6, 4), nn.Conv1d(4, 4, 2), nn.GRU(4, 3, batch_first=True)
-        self.norm, self.frozen, self.out = nn.LayerNorm(3), nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 2)
-        self.scale, self.unused = nn.Parameter(torch.tensor(0.9)), nn.Linear(2, 1)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        h = self.norm(self.gru(self.conv(self.table(ids).mT).mT)[0])
-        return (self.out(self.frozen(h).sum(1)) * self.scale).sin().sum(1) + self.out(h).square().sum((1, 2))
-
-
-def build(batch: int) -> tuple[Net, Tensor]:
-    torch.manual_seed(1)
-    return Net().double(), torch.randint(0, 6, (batch, 5))
+def build(batch: int) -> tuple[EveryForm, Tensor]:
+    """A model with parameters of every form, and ids."""
+    return every_form(), torch.randint(0, 6, (batch, 5), generator=torch.Generator().manual_seed(1))
 
 
 def leaves(found: Any) -> Iterator[Tensor]:
