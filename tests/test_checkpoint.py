@@ -155,7 +155,7 @@ def recomputations(counters: list[Counted], run: Callable[[], object]) -> list[i
 
 @slow_paths_allowed
 @pytest.mark.parametrize("make", FAST + SLOW, ids=lambda make: make.__name__)
-def test_exact(make: Callable[[Layers], Regions]) -> None:
+def test_checkpointed_regions_are_exact(make: Callable[[Layers], Regions]) -> None:
     net, _, forward = prepare(make, 5)
     want = definition(forward(), net)
     losses = forward()

@@ -241,7 +241,7 @@ def autograd_inside_a_backward(B: int) -> Program:
 
 @pytest.mark.parametrize("B", [1, 2, 5])
 @pytest.mark.parametrize("make", PROGRAMS, ids=lambda make: make.__name__)
-def test_exact(make: Callable[[int], Program], B: int) -> None:
+def test_custom_functions_are_exact(make: Callable[[int], Program], B: int) -> None:
     params, forward = make(B)
     losses, want = forward(), definition(forward(), params)
     assert any(bool(g.any()) for g in want.values())

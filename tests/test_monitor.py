@@ -107,7 +107,7 @@ def test_one_step_is_what_the_definition_gives(program: Callable[..., Program], 
     assert all(type(value) is float for value in logged[0].values())
 
 
-def test_several_dtypes() -> None:
+def test_a_model_of_several_dtypes_is_monitored() -> None:
     model, forward = mixed()
     losses = forward()
     stacks = definition(losses, model)
@@ -405,7 +405,7 @@ class FakeWriter:
         self.texts[tag, global_step] = text_string
 
 
-def test_writers() -> None:
+def test_a_summary_writer_is_told_every_number() -> None:
     model, x = nn.Linear(3, 2), torch.randn(4, 3)
     x[3] = math.nan
     writer = FakeWriter()

@@ -146,7 +146,7 @@ def test_slow_paths_are_noted_and_not_warned_about() -> None:
 
 
 @pytest.mark.parametrize("B", [0, 1])
-def test_small_batches(B: int) -> None:
+def test_no_samples_and_one_sample_agree(B: int) -> None:
     model, x = nn.Linear(3, 2).double(), torch.randn(B, 3).double()
     report = check(lambda: model(x).square().sum(1), model)
     assert report.ok
@@ -154,7 +154,7 @@ def test_small_batches(B: int) -> None:
     assert f"2 parameters, {B} samples: all agree" in str(report)
 
 
-def test_no_parameters() -> None:
+def test_no_parameters_agree() -> None:
     _, losses = mlp_and_losses()
     report = check(losses, [])
     assert report.ok

@@ -140,7 +140,9 @@ def after_the_last_call(rank: int, world: int, wraps: str) -> None:
         ],
     ],
 )
-def test_every_verb(several: Processes, wraps: str, reshard: bool | None) -> None:
+def test_every_verb_gives_full_gradients_of_the_local_batch(
+    several: Processes, wraps: str, reshard: bool | None
+) -> None:
     several.run(every_verb, wraps, reshard)
 
 
@@ -199,7 +201,7 @@ class Tied(Net):
 
 
 @pytest.mark.parametrize("kind", [Net, Merged, Tied])
-def test_training(several: Processes, kind: type[nn.Module]) -> None:
+def test_training_does_what_a_plain_model_does(several: Processes, kind: type[nn.Module]) -> None:
     several.run(train, kind, "blocks", None)
 
 
@@ -252,7 +254,7 @@ def containers(rank: int, world: int) -> None:
     all_close(out, rows)
 
 
-def test_containers(two: Processes) -> None:
+def test_parameters_in_any_container(two: Processes) -> None:
     two.run(containers)
 
 

@@ -121,12 +121,12 @@ def test_replicas_do_what_one_process_does_with_the_same_noise(several: Processe
 
 @pytest.mark.parametrize("how", ["plain", "fsdp"])
 @pytest.mark.parametrize("clip", CLIPS)
-def test_without_noise(several: Processes, how: str, clip: str) -> None:
+def test_replicas_do_what_one_process_does_without_noise(several: Processes, how: str, clip: str) -> None:
     several.run(as_one_alone, how, 0.0, {}, CLIPS[clip])
 
 
 @pytest.mark.parametrize("how", ["plain", "fsdp"])
-def test_physical_batches(two: Processes, how: str) -> None:
+def test_replicas_do_what_one_process_does_in_physical_batches(two: Processes, how: str) -> None:
     two.run(as_one_alone, how, 0.0, {"physical_batch_size": 1}, CLIPS["flat"])
 
 

@@ -96,7 +96,7 @@ def params() -> list[Tensor]:
 @sizes
 @FLOWS
 @pytest.mark.parametrize("shape", [(4,), (2, 4), (5, 4)], ids=["rows", "positions", "T=B"])
-def test_taught(B: int, flow: Any, shape: tuple[int, ...]) -> None:
+def test_a_taught_function_is_exact_and_its_rule_is_asked(B: int, flow: Any, shape: tuple[int, ...]) -> None:
     function, rule = product(), Teacher()
     teach(function, flow)(rule)
     found = squares(net(function)(r(B, *shape), *(given := params())))
@@ -138,7 +138,7 @@ def test_reductions_of_taught_factors(B: int, flow: Any) -> None:
     assert_same([norms], {"0": want})
 
 
-def test_not_taught() -> None:
+def test_a_function_that_is_not_taught_is_exact_and_warned_of() -> None:
     """Right, one sample at a time, and said."""
     function = product()
     found = squares(net(function)(r(5, 2, 4), *(given := params())))

@@ -140,7 +140,7 @@ def test_gram_of_two_batches_that_reach_different_parameters_or_share_a_graph() 
         ps.gram(losses, both, losses)
 
 
-def test_directions() -> None:
+def test_dot_takes_any_number_of_directions_in_any_container() -> None:
     model, x = build(3)
     g, params = vectors(definition(model(x), model)), named(model)
     for k in (0, 1, 2, 5):
@@ -154,7 +154,7 @@ def test_directions() -> None:
     torch.testing.assert_close(ps.dot(model(x), model, whole), g.sum(1))
 
 
-def test_no_parameters() -> None:
+def test_no_parameters_give_zeros_or_nothing() -> None:
     model, x = build(3)
     for verb, run in VERBS.items():
         found = run(model(x), {})

@@ -179,7 +179,7 @@ def assert_equal(got: Any, want: Any, rtol: float) -> None:
 
 
 @pytest.mark.parametrize(("name", "B"), EACH)
-def test_alone(name: str, B: int) -> None:
+def test_each_reduction_alone_is_the_definition(name: str, B: int) -> None:
     """Every reduction in a call of its own is what the definition's gradients give."""
     case = built(name, B)
     for kind, ask in case.asked.items():
