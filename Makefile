@@ -59,7 +59,7 @@ test-all: lint
 # Exit code 1 if anything was found; what is printed can be pasted.
 MINUTES ?= 10
 fuzz: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.programs.fuzz --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.programs --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.run --json $(RESULTS)/bench.json

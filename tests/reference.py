@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import TypeAlias
 
 import torch
@@ -42,6 +43,21 @@ def _row(loss: Tensor, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
         name: torch.zeros_like(p) if g is None else g.to_dense() if g.layout != torch.strided else g
         for (name, p), g in zip(wanted.items(), grads, strict=True)
     }
+
+
+def real(t: Tensor) -> Tensor:
+    """Numbers in float64; complex ones as pairs along a last dim of their own."""
+    return (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t).detach().double()
+
+
+def flat(stack: Tensor) -> Tensor:
+    """(B, ...) -> (B, n): one parameter's gradients as rows of real numbers in float64."""
+    return real(stack).reshape(len(stack), prod(real(stack).shape[1:]))
+
+
+def vectors(stacks: Mapping[str, Tensor]) -> Tensor:
+    """(B, n): every sample's gradient as one vector of real numbers in float64, all parameters side by side."""
+    return torch.cat([flat(stack) for stack in stacks.values()], 1)
 
 
 def assert_same(

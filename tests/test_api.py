@@ -10,12 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import persample as ps
+from tests.models import mlp
 from tests.reference import assert_same, definition, named
-
-
-def mlp() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
 
 
 def losses_of(model: nn.Module, B: int = 5, seed: int = 1) -> Tensor:
@@ -49,7 +45,7 @@ def test_a_sequence_keeps_its_order_and_its_repeats() -> None:
     assert_same(got, want)
 
 
-def test_no_params() -> None:
+def test_no_params_give_an_empty_container() -> None:
     model = mlp()
     assert ps.grad(losses_of(model), []) == ()
     assert ps.grad(losses_of(model), {}) == {}
@@ -159,7 +155,7 @@ def test_losses_that_are_a_parameter(B: int) -> None:
 
 
 @pytest.mark.parametrize("B", [0, 1, 2])
-def test_small_batches(B: int) -> None:
+def test_no_one_and_two_samples_are_exact(B: int) -> None:
     model = mlp()
     assert_same(ps.grad(losses_of(model, B), model), definition(losses_of(model, B), model))
     buffers = {name: p.new_full((B, *p.shape), torch.nan) for name, p in named(model).items()}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +15,7 @@ from torch.utils.checkpoint import checkpoint as _checkpoint
 
 import persample as ps
 from tests.case_library.functions import OwnLinear, Square
+from tests.modes import megabytes
 from tests.reference import assert_same, definition
 
 checkpoint = partial(_checkpoint, use_reentrant=False)
@@ -156,7 +155,7 @@ def recomputations(counters: list[Counted], run: Callable[[], object]) -> list[i
 
 @slow_paths_allowed
 @pytest.mark.parametrize("make", FAST + SLOW, ids=lambda make: make.__name__)
-def test_exact(make: Callable[[Layers], Regions]) -> None:
+def test_checkpointed_regions_are_exact(make: Callable[[Layers], Regions]) -> None:
     net, _, forward = prepare(make, 5)
     want = definition(forward(), net)
     losses = forward()
@@ -233,12 +232,9 @@ def test_a_weight_whose_view_is_changed_in_place_is_refused(kind: bool) -> None:
 
 
 MEMORY = """
-import re, sys, torch, persample as ps
+import sys, torch, persample as ps
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-def peak():  # getrusage would count the process that started this one
-    return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 1024
 
 def step(x):
     h = x
@@ -258,20 +254,10 @@ print(peak() - before)
 """
 
 
-def megabytes(*args: str) -> float:
-    """The peak of forward and backward together, in a process where freed memory goes back at once."""
-    own = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", MEMORY, *args], env=os.environ | own, capture_output=True, check=True)
-    return float(done.stdout)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and sets up glibc")
 def test_checkpointing_still_saves_memory() -> None:
-    ours, plain, ordinary = (
-        megabytes("checkpoint", "grad"),
-        megabytes("plain", "grad"),
-        megabytes("checkpoint", "backward"),
-    )
+    ours, plain = megabytes(MEMORY, "checkpoint", "grad"), megabytes(MEMORY, "plain", "grad")
+    ordinary = megabytes(MEMORY, "checkpoint", "backward")
     assert ours < 0.75 * plain, f"{ours:.0f} MB with, {plain:.0f} MB without checkpointing"
     assert ours < 1.5 * ordinary, f"{ours:.0f} MB, an ordinary backward {ordinary:.0f} MB"
 

@@ -13,12 +13,13 @@ import persample as ps
 from persample.graph import probe
 from persample.graph.plan import plan
 from persample.graph.roots import Roots
+from tests import models
 
 Network = Callable[[int, int], tuple[nn.Module, Tensor]]
 
 
 def mlp(B: int, T: int) -> tuple[nn.Module, Tensor]:
-    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    net = models.mlp(4, 8, 3, activation=nn.ReLU, dtype=torch.float32)
     return net, net(torch.randn(B, T, 4)).square().mean((1, 2))
 
 

@@ -108,7 +108,7 @@ def test_interactions_are_told() -> None:
 
 
 @pytest.mark.parametrize("B", [0, 1])
-def test_small_batches(B: int) -> None:
+def test_one_sample_or_none_is_told_as_an_ordinary_backward(B: int) -> None:
     net = nn.Linear(3, 2)
     found = rows(net(torch.randn(B, 3)).square().sum(1), net)
     assert {how for uses in found.values() for _, _, how in uses} == {"one sample or none: an ordinary backward"}

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 import persample as ps
 from tests.reference import Params, assert_same, definition
 
-pytestmark = pytest.mark.filterwarnings("ignore::persample.PerformanceWarning")
+pytestmark = [pytest.mark.usefixtures("float64"), pytest.mark.filterwarnings("ignore::persample.PerformanceWarning")]
 Program = tuple[Params, Callable[[], Tensor]]
 PROGRAMS: list[Callable[[int], Program]] = []
 
@@ -239,17 +239,9 @@ def autograd_inside_a_backward(B: int) -> Program:
     return params, lambda: net[1](Nested.apply(net[0](x), w)).square().sum(1)
 
 
-@pytest.fixture(autouse=True)
-def _float64() -> Any:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
 @pytest.mark.parametrize("B", [1, 2, 5])
 @pytest.mark.parametrize("make", PROGRAMS, ids=lambda make: make.__name__)
-def test_exact(make: Callable[[int], Program], B: int) -> None:
+def test_custom_functions_are_exact(make: Callable[[int], Program], B: int) -> None:
     params, forward = make(B)
     losses, want = forward(), definition(forward(), params)
     assert any(bool(g.any()) for g in want.values())

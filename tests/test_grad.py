@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Mapping
 
 import pytest
-import torch
 from torch import Tensor, nn
 
 import persample as ps
-from tests.cases import CASES, Case, graph_nodes
-from tests.reference import Params, assert_same, definition, named
+from tests.cases import CASES, Case, untouched, warnings_of
+from tests.reference import Params, assert_same, definition
 
 ALL = [pytest.param(case, B, id=f"{case}-B{B}") for case in CASES for B in case.batches]
 LARGEST = [(case, max(case.batches)) for case in CASES]
@@ -26,7 +22,7 @@ def test_grad_is_the_definition(case: Case, B: int) -> None:
     params, forward = case.build(B)
     want = _reference(case, B, params, forward())
     losses = forward()
-    with _untouched(params), _warnings_of(case):
+    with untouched(params), warnings_of(case):
         got = ps.grad(losses, params)
     assert isinstance(got, dict if isinstance(params, nn.Module | Mapping) else tuple)
     assert_same(got, want, rtol=case.rtol)
@@ -36,7 +32,7 @@ def test_grad_is_the_definition(case: Case, B: int) -> None:
 def test_independent_refuses_interaction(case: Case, B: int) -> None:
     params, forward = case.build(B)
     losses = forward()
-    with _untouched(params), pytest.raises(ps.InteractionError):
+    with untouched(params), pytest.raises(ps.InteractionError):
         ps.grad(losses, params, independent=True)
 
 
@@ -45,7 +41,7 @@ def test_independent_accepts_the_rest(case: Case, B: int) -> None:
     params, forward = case.build(B)
     want = definition(forward(), params)
     losses = forward()
-    with _untouched(params), _warnings_of(case):
+    with untouched(params), warnings_of(case):
         assert_same(ps.grad(losses, params, independent=True), want, rtol=case.rtol)
 
 
@@ -59,47 +55,12 @@ def _reference(case: Case, B: int, params: Params, losses: Tensor) -> dict[str, 
     return want
 
 
-@contextmanager
-def _warnings_of(case: Case) -> Iterator[None]:
-    """Every warning is an error, except the one a case is entitled to."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        if case.slow_path or case.interacts:
-            warnings.simplefilter("ignore", ps.PerformanceWarning)
-        yield
-
-
-@contextmanager
-def _untouched(params: Params) -> Iterator[None]:
-    """The block must not change a parameter, its gradient, or what hangs on parameters and modules."""
-    tensors = named(params)
-    for p in tensors.values():
-        p.grad = torch.full_like(p, 7.0)
-    before, grads = _fingerprint(params), {name: p.grad for name, p in tensors.items()}
-    yield
-    assert _fingerprint(params) == before
-    for name, p in tensors.items():
-        assert p.grad is grads[name], f"{name}.grad was replaced"
-        assert bool((p.grad == 7).all()), f"{name}.grad was changed"
-
-
-def _fingerprint(params: Params) -> dict[str, Any]:
-    """Versions, hooks and attributes of every parameter, attributes and hooks of every module."""
-    seen: dict[str, Any] = {
-        f"parameter {name}": (
-            p._version,
-            sorted(vars(p)),
-            _keys(p._backward_hooks),
-            _keys(p._post_accumulate_grad_hooks),
-        )
-        for name, p in named(params).items()
-    }
-    if isinstance(params, nn.Module):
-        for name, module in params.named_modules():
-            seen[f"module {name}"] = {key: _keys(value) for key, value in vars(module).items()}
-    return seen
-
-
-def _keys(value: object) -> object:
-    """A mapping's keys, anything else by identity."""
-    return list(value) if isinstance(value, Mapping) else id(value)
+def graph_nodes(losses: Tensor) -> list[str]:
+    """The name of every node of the graph behind `losses`."""
+    stack, seen = [losses.grad_fn], set()
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            stack += [child for child, _ in node.next_functions]
+    return [node.name() for node in seen]

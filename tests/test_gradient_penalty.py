@@ -101,7 +101,7 @@ def x() -> Tensor:
 
 @pytest.mark.filterwarnings("ignore::persample.PerformanceWarning")
 @pytest.mark.parametrize("case", CASES)
-def test_penalties(case: str, x: Tensor) -> None:
+def test_gradient_penalties_are_exact(case: str, x: Tensor) -> None:
     torch.manual_seed(1)
     model = CASES[case]().double()
     losses = penalty(model, x)

@@ -16,16 +16,8 @@ from tests.case_library.interaction import MIXERS
 from tests.reference import assert_same, definition
 
 B = 4
-pytestmark = pytest.mark.filterwarnings("ignore::persample.PerformanceWarning")
+pytestmark = [pytest.mark.usefixtures("float64"), pytest.mark.filterwarnings("ignore::persample.PerformanceWarning")]
 Program = tuple[Any, Callable[[], Tensor]]
-
-
-@pytest.fixture(autouse=True)
-def _float64() -> Any:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def layers() -> nn.ModuleList:

@@ -11,18 +11,18 @@ from torch import Tensor, nn
 
 import persample as ps
 from tests.case_library.functions import OwnLinear
-from tests.reference import assert_same, definition
+from tests.models import mlp
+from tests.reference import assert_same, definition, vectors
 
 VERSION = "modified by an inplace operation"
 
 
-def mlp() -> tuple[nn.Sequential, Tensor]:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double(), torch.randn(5, 3).double()
+def noise(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
 def test_an_optimizer_step_after_the_forward_is_noticed() -> None:
-    model, x = mlp()
+    model, x = mlp(), noise(5, 3)
     model(x).sum().backward()
     losses = model(x).square().sum(1)
     torch.optim.SGD(model.parameters(), lr=0.1).step()
@@ -32,7 +32,7 @@ def test_an_optimizer_step_after_the_forward_is_noticed() -> None:
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.RMSprop])
 def test_steps_after_the_call_are_harmless(optimizer: type[torch.optim.Optimizer]) -> None:
-    model, x = mlp()
+    model, x = mlp(), noise(5, 3)
     step = optimizer(model.parameters(), lr=0.1)  # type: ignore[call-arg]
     for _ in range(3):
         losses = model(x).square().sum(1)
@@ -98,7 +98,7 @@ def test_a_weight_changed_after_the_forward_is_noticed(op: Callable[[Tensor, nn.
 
 
 def test_an_activation_changed_after_the_forward_is_noticed() -> None:
-    model, x = mlp()
+    model, x = mlp(), noise(5, 3)
     h = model[0](x).exp()
     losses = model[2](h).square().sum(1)
     h.mul_(2)
@@ -108,7 +108,7 @@ def test_an_activation_changed_after_the_forward_is_noticed() -> None:
 
 def test_routing_indices_changed_after_the_forward_are_noticed() -> None:
     """Where samples lie is read from the saved index: it must not be read after a change."""
-    model, x = mlp()
+    model, x = mlp(), noise(5, 3)
     order = torch.tensor([4, 2, 0, 1, 3])
     losses = model(x)[order].square().sum(1)
     order += torch.tensor([-4, 0, 4, 0, 0])
@@ -135,7 +135,7 @@ def test_a_change_inside_a_custom_function_is_noticed() -> None:
 
 
 def test_a_change_that_no_backward_needs_is_none_of_our_business() -> None:
-    model, x = mlp()
+    model, x = mlp(), noise(5, 3)
     losses = model(x).square().sum(1)
     want = definition(losses, model)
     with torch.no_grad():
@@ -146,7 +146,7 @@ def test_a_change_that_no_backward_needs_is_none_of_our_business() -> None:
 
 def test_the_inputs_version_is_not_moved() -> None:
     """`persample.grad` itself must not look like a change in place to whoever comes next."""
-    model, x = mlp()
+    model, x = mlp(), noise(5, 3)
     losses = model(x).square().sum(1)
     before = x._version, losses._version, [p._version for p in model.parameters()]
     ps.grad(losses, model, retain_graph=True)
@@ -183,8 +183,8 @@ def test_a_cotangent_that_changes_during_the_backward(layers: int, ask: Callable
     weights = [first, *[others[0]] * len(others)] if tied else [first, *others]
     params = list(dict.fromkeys(weights))
     want = definition(turned_around(weights), params)
-    every = torch.cat([rows.flatten(1) for rows in want.values()], 1).norm(dim=1)
-    clipped = [torch.tensordot((0.1 / every).clamp(max=1), rows, 1) for rows in want.values()]
+    every = vectors(want).norm(dim=1)
+    clipped = [torch.tensordot((0.1 / every).clamp(max=1), stack, 1) for stack in want.values()]
     try:
         found = ask(turned_around(weights), params)
     except ps.UnsupportedError:

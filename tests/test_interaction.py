@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import persample as ps
+from tests import models
 from tests.case_library.functions import OwnLinear
 from tests.reference import Params, assert_same, definition
 
 B = 4
+pytestmark = pytest.mark.usefixtures("float64")
 Program = tuple[Params, Callable[[], Tensor]]
 MEETING: dict[str, tuple[str, Callable[[], Program]]] = {}  # name -> (op from which samples share a value, program)
 APART: dict[str, Callable[[], Program]] = {}
@@ -81,7 +83,7 @@ def batch_norm_of_the_data() -> Program:
 
 @meeting("Mm")
 def contrastive_one_tower() -> Program:
-    net, x, y = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4)), torch.randn(B, 3), torch.randn(B, 3)
+    net, x, y = models.mlp(3, 5, 4), torch.randn(B, 3), torch.randn(B, 3)
     return net, lambda: F.cross_entropy(net(x) @ net(y).t(), torch.arange(B), reduction="none")
 
 
@@ -93,7 +95,7 @@ def contrastive_two_towers() -> Program:
 
 @meeting("Flip")
 def preference_pairs() -> Program:
-    net, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)), torch.randn(B, 3)
+    net, x = models.mlp(3, 4, 1), torch.randn(B, 3)
 
     def losses() -> Tensor:
         reward = net(x).view(2, 2)
@@ -104,7 +106,7 @@ def preference_pairs() -> Program:
 
 @apart
 def mlp() -> Program:
-    net, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(B, 3)
+    net, x = models.mlp(), torch.randn(B, 3)
     return net, lambda: F.cross_entropy(net(x), torch.arange(B) % 2, reduction="none")
 
 
@@ -186,14 +188,6 @@ def lstm_and_dropout() -> Program:
 def users() -> Program:
     net, x, user = nn.Linear(3, 2), torch.randn(7, 3), torch.tensor([1, 0, 3, 1, 2, 0, 3])
     return net, lambda: torch.zeros(B).index_add(0, user, net(x).square().sum(1))
-
-
-@pytest.fixture(autouse=True)
-def _float64() -> Any:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("name", MEETING)

@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import persample as ps
-from tests.reference import definition
-
-Program = tuple[nn.Module, Callable[[], Tensor]]
+from tests import models
+from tests.models import Program, mlp_and_losses
+from tests.reference import definition, vectors
 
 
 @pytest.fixture(autouse=True)
@@ -28,24 +28,8 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
-def mlp(B: int = 6) -> Program:
-    model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double(), torch.randn(B, 3).double()
-    return model, lambda: model(x).square().sum(1)
-
-
-def cnn(B: int = 6) -> Program:
-    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(True), nn.Conv2d(4, 2, 3)).double()
-    x = torch.randn(B, 2, 6, 6).double()
-    return model, lambda: model(x).square().sum((1, 2, 3))
-
-
-def tied(B: int = 6) -> Program:
-    model, ids = nn.Embedding(6, 3).double(), torch.randint(6, (B, 4))
-    return model, lambda: (model(ids).tanh() @ model.weight.t()).square().sum((1, 2))
-
-
 def checkpointed(B: int = 6) -> Program:
-    model, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double(), torch.randn(B, 3).double()
+    model, x = models.mlp(3, 3, 3), torch.randn(B, 3).double()
     return model, lambda: checkpoint(model, x, use_reentrant=False).square().sum(1)
 
 
@@ -65,13 +49,15 @@ def mixed(B: int = 6) -> Program:
     return model, lambda: model[2](model[1](model[0](x).double()).tanh().bfloat16()).double().square().sum(1)
 
 
-PROGRAMS = [mlp, cnn, tied, checkpointed, dropout, unreached]
-every_program = pytest.mark.parametrize("program", PROGRAMS, ids=[p.__name__ for p in PROGRAMS])
-
-
-def rows(stacks: dict[str, Tensor]) -> Tensor:
-    """(B, all parameters)."""
-    return torch.cat([g.double().flatten(1) for g in stacks.values()], 1)
+PROGRAMS: dict[str, Callable[..., Program]] = {
+    "mlp": mlp_and_losses,
+    "cnn": models.cnn_and_losses,
+    "tied": models.tied_and_losses,
+    "checkpointed": checkpointed,
+    "dropout": dropout,
+    "unreached": unreached,
+}
+every_program = pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 
 
 def spread(g: Tensor) -> tuple[float, float]:
@@ -84,7 +70,7 @@ def expected(
     stacks: dict[str, Tensor], quantiles: tuple[float, ...] = (0, 0.25, 0.5, 0.75, 0.95, 1)
 ) -> dict[str, float]:
     """What one step logs, from gradients that are written out."""
-    g = rows(stacks)
+    g = vectors(stacks)
     norms, (trace, signal) = g.norm(dim=1), spread(g)
     values = {"batch": len(g), "nonfinite": 0, "norms/mean": norms.mean(), "gradient/norm": g.mean(0).norm()}
     values |= {"gradient/variance": trace, "gradient/signal": signal}
@@ -93,7 +79,7 @@ def expected(
         values["noise_scale"] = trace / signal
     layers = {name.rpartition(".")[0] or name for name in stacks}
     for layer in layers:
-        trace, signal = spread(rows({n: s for n, s in stacks.items() if (n.rpartition(".")[0] or n) == layer}))
+        trace, signal = spread(vectors({n: s for n, s in stacks.items() if (n.rpartition(".")[0] or n) == layer}))
         if trace > 0:
             values[f"snr/{layer}"] = signal / trace
     for rank, i in enumerate(norms.argsort(descending=True)[:5].tolist()):
@@ -121,7 +107,7 @@ def test_one_step_is_what_the_definition_gives(program: Callable[..., Program], 
     assert all(type(value) is float for value in logged[0].values())
 
 
-def test_several_dtypes() -> None:
+def test_a_model_of_several_dtypes_is_monitored() -> None:
     model, forward = mixed()
     losses = forward()
     stacks = definition(losses, model)
@@ -196,7 +182,7 @@ def test_a_signal_that_drowns_has_no_noise_scale() -> None:
 @pytest.mark.parametrize("way", ["beside", "backward"])
 @pytest.mark.parametrize("B", [0, 1])
 def test_batches_without_a_variance(B: int, way: str) -> None:
-    model, forward = mlp(B)
+    model, forward = mlp_and_losses(B)
     monitor = ps.Monitor(model)
     losses = forward()
     if way == "beside":
@@ -327,7 +313,7 @@ def test_leaves_that_are_not_watched_get_their_gradients() -> None:
 
 
 def test_hooks_for_after_see_the_gradient() -> None:
-    model, forward = mlp()
+    model, forward = mlp_and_losses()
     seen: list[Tensor] = []
     model[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))  # type: ignore[union-attr]
     ps.Monitor(model).backward(forward())
@@ -375,7 +361,7 @@ def test_ddp_reduces_as_ever() -> None:
 
 
 def test_one_step_in_so_many() -> None:
-    model, forward = mlp()
+    model, forward = mlp_and_losses()
     seen: list[float] = []
     monitor = ps.Monitor(model, log=lambda values: seen.append(values["step"]), every=3)
     records = [monitor.backward(forward()) if k % 2 else monitor(forward()) for k in range(8)]
@@ -388,7 +374,7 @@ def test_one_step_in_so_many() -> None:
 
 @pytest.mark.parametrize("ids", [torch.tensor([10, 20, 30, 40, 50, 60]), ["a", "b", "c", "d", "e", "f"], range(6)])
 def test_samples_have_names(ids: Any) -> None:
-    model, forward = mlp()
+    model, forward = mlp_and_losses(B=6)
     monitor = ps.Monitor(model, unusual=2)
     record = monitor(forward(), ids=ids)
     assert record is not None
@@ -399,7 +385,7 @@ def test_samples_have_names(ids: Any) -> None:
 
 
 def test_no_log_keeps_the_record() -> None:
-    model, forward = mlp()
+    model, forward = mlp_and_losses()
     monitor = ps.Monitor(model)
     assert monitor.last is None
     assert monitor(forward()) is monitor.last
@@ -419,7 +405,7 @@ class FakeWriter:
         self.texts[tag, global_step] = text_string
 
 
-def test_writers() -> None:
+def test_a_summary_writer_is_told_every_number() -> None:
     model, x = nn.Linear(3, 2), torch.randn(4, 3)
     x[3] = math.nan
     writer = FakeWriter()
@@ -436,7 +422,7 @@ def test_tensorboard_reads_what_was_logged(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    model, forward = mlp()
+    model, forward = mlp_and_losses()
     monitor = ps.Monitor(model, log=tmp_path / "runs", every=2)
     for _ in range(3):
         monitor(forward())
@@ -476,7 +462,7 @@ def test_arguments_that_make_no_sense(arguments: dict[str, Any], error: type[Exc
 
 @pytest.mark.parametrize("step", [0, 1])
 def test_losses_and_ids_are_checked_in_every_step(step: int) -> None:
-    model, forward = mlp()
+    model, forward = mlp_and_losses(B=6)
     monitor = ps.Monitor(model)
     with pytest.raises(ValueError, match="ids must name every sample: there are 6 losses and 2 ids"):
         monitor(forward(), ids=[1, 2], step=step)

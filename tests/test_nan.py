@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import persample as ps
 from tests.case_library.functions import OwnLinear
+from tests.modes import default_dtype
 from tests.reference import Params, assert_same, definition
 
 Forward = Callable[..., Tensor]
@@ -239,13 +240,8 @@ def test_a_bad_sample_keeps_to_its_user() -> None:
 def build(name: str) -> Program:
     """The program in float64, unless it casts to something else itself."""
     torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        params, data, forward = PROGRAMS[name]()
-    finally:
-        torch.set_default_dtype(before)
-    return params, data, forward
+    with default_dtype(torch.float64):
+        return PROGRAMS[name]()
 
 
 def by_name(result: Any) -> dict[str, Tensor]:

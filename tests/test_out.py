@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import persample as ps
 from tests.cases import CASES
+from tests.models import mlp_and_losses
 from tests.reference import Params, assert_same, definition, named
 
 # One or more programs for every factor, sum and view of factors, and for zeros.
@@ -32,12 +33,6 @@ FILLS: dict[str, Fill] = {
     "batch last": lambda B, p: p.new_full((*p.shape, B), torch.nan).movedim(-1, 0),
     "every second sample": lambda B, p: p.new_full((2 * B, *p.shape), torch.nan)[::2],
 }
-
-
-def model_and_losses(B: int = 5) -> tuple[nn.Sequential, Callable[[], Tensor]]:
-    torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double(), torch.randn(B, 3).double()
-    return model, lambda: model(x).square().sum(1)
 
 
 def values(result: Mapping[str, Tensor] | tuple[Tensor, ...]) -> list[Tensor]:
@@ -69,7 +64,7 @@ def test_garbage_in_a_buffer_does_not_leak(case: Any, fill: Fill) -> None:
 
 
 def test_earlier_results_are_written_again() -> None:
-    model, losses = model_and_losses()
+    model, losses = mlp_and_losses()
     first = ps.grad(losses(), model)
     pointers = {name: g.data_ptr() for name, g in first.items()}
     with torch.no_grad():
@@ -81,7 +76,7 @@ def test_earlier_results_are_written_again() -> None:
 
 
 def test_a_sequence_takes_a_sequence_of_buffers() -> None:
-    model, losses = model_and_losses()
+    model, losses = mlp_and_losses()
     params = list(model.parameters())
     first = ps.grad(losses(), params)
     again = ps.grad(losses(), params, out=first)
@@ -137,7 +132,7 @@ def test_two_equal_gradients_are_two_tensors() -> None:
     ],
 )
 def test_wrong_buffers_are_refused_and_the_graph_is_kept(change: Callable[[Any], Any], message: str) -> None:
-    model, forward = model_and_losses()
+    model, forward = mlp_and_losses()
     losses, good = forward(), buffers(model, 5, FILLS["contiguous"])
     with pytest.raises(ValueError, match=message):
         ps.grad(losses, model, out=change(good))
@@ -146,7 +141,7 @@ def test_wrong_buffers_are_refused_and_the_graph_is_kept(change: Callable[[Any],
 
 
 def test_a_buffer_must_be_a_tensor() -> None:
-    model, losses = model_and_losses()
+    model, losses = mlp_and_losses()
     with pytest.raises(TypeError, match=r"out\['0'\] must be a tensor of shape \(5, 4\), not NoneType"):
         ps.grad(losses(), [model[0].bias], out=[None])  # type: ignore[list-item]
 

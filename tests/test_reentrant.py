@@ -298,7 +298,7 @@ bodies = pytest.mark.parametrize("body", FAST + SLOW, ids=lambda body: body.__na
 @slow_paths_allowed
 @bodies
 @pytest.mark.parametrize("B", [0, 1, 2, 5])
-def test_exact(body: Body, B: int) -> None:
+def test_reentrant_regions_are_exact(body: Body, B: int) -> None:
     net, losses = prepare(body, B)
     want = definition(losses(plain), net)
     graph = losses(reentrant)

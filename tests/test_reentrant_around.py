@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import persample as ps
 from persample import dp
 from persample.testing import check
-from tests.reference import assert_same, definition
+from tests.modes import megabytes
+from tests.reference import assert_same, definition, vectors
 
 reentrant = partial(checkpoint, use_reentrant=True)
 
@@ -250,7 +249,7 @@ def test_one_sample_and_none_are_explained() -> None:
 def test_every_reduction_sees_the_same() -> None:
     model, x = made()
     want = wanted(model, x)
-    flat = torch.cat([g.flatten(1) for g in want.values()], 1)
+    flat = vectors(want)
     norms = flat.norm(dim=1)
     assert_same({"n": ps.norms(square(model(x)), model)}, {"n": norms})
     got = ps.reduce(square(model(x)), model, ps.Norms(), ps.ClippedSum(0.5), ps.SecondMoment(), ps.Gram())
@@ -294,7 +293,7 @@ def test_monitored() -> None:
     monitor = ps.Monitor(model)
     monitor.backward(square(model(x)))
     want = wanted(model, x)
-    flat = torch.cat([g.flatten(1) for g in want.values()], 1)
+    flat = vectors(want)
     assert monitor.last is not None
     assert all(p.grad is not None for p in model.parameters())
     assert_same({"norms": monitor.last.norms}, {"norms": flat.norm(dim=1)})
@@ -421,12 +420,9 @@ def test_reentrant_checkpoints_of_others_are_refused() -> None:
 
 
 MEMORY = """
-import re, sys, torch, persample as ps
+import sys, torch, persample as ps
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-def peak():  # getrusage would count the process that started this one
-    return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 1024
 
 torch.set_num_threads(1)
 net = nn.ModuleList(nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(64, 64), nn.Tanh())]) for _ in range(8))
@@ -448,19 +444,9 @@ print(peak() - before)
 """
 
 
-def megabytes(*args: str) -> float:
-    """The peak of forward and backward together, in a process where freed memory goes back at once."""
-    own = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", MEMORY, *args], env=os.environ | own, capture_output=True, check=True)
-    return float(done.stdout)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and sets up glibc")
 def test_checkpointing_still_saves_memory() -> None:
-    ours, plain, ordinary = (
-        megabytes("checkpoint", "grad"),
-        megabytes("plain", "grad"),
-        megabytes("checkpoint", "backward"),
-    )
+    ours, plain = megabytes(MEMORY, "checkpoint", "grad"), megabytes(MEMORY, "plain", "grad")
+    ordinary = megabytes(MEMORY, "checkpoint", "backward")
     assert ours < 0.6 * plain, f"{ours:.0f} MB with, {plain:.0f} MB without checkpointing"
     assert ours < 1.5 * ordinary, f"{ours:.0f} MB, an ordinary backward {ordinary:.0f} MB"

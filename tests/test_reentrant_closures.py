@@ -109,7 +109,7 @@ bodies = pytest.mark.parametrize("body", CLOSURES, ids=lambda body: body.__name_
 
 @bodies
 @pytest.mark.parametrize("B", [1, 2, 5])
-def test_refused(body: Body, B: int) -> None:
+def test_what_a_region_uses_without_being_given_it_is_refused(body: Body, B: int) -> None:
     net, losses = prepare(body, B)
     for _ in range(2):
         with pytest.raises(ps.UnsupportedError, match=REFUSAL):

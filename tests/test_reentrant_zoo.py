@@ -25,17 +25,17 @@ REFUSED = [
 
 @pytest.mark.filterwarnings("ignore::persample.PerformanceWarning")
 @pytest.mark.parametrize("name", NAMES)
-def test_reentrant(name: str) -> None:
+def test_reentrant_checkpoints_are_exact(name: str) -> None:
     _agrees(name, use_reentrant=True)
 
 
 @pytest.mark.parametrize("name", FAST)
-def test_not_reentrant(name: str) -> None:
+def test_ordinary_checkpoints_are_exact(name: str) -> None:
     _agrees(name, use_reentrant=False)
 
 
 @pytest.mark.parametrize(("name", "words"), REFUSED)
-def test_refused(name: str, words: str) -> None:
+def test_a_region_that_uses_what_it_was_not_given_is_refused(name: str, words: str) -> None:
     model, losses = next(e for e in ENTRIES if e.name == name).build()
     model.train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})  # type: ignore[operator]

@@ -18,20 +18,8 @@ import persample as ps
 from persample.graph.capture import Capture
 from persample.graph.plan import plan
 from persample.graph.roots import Roots
+from tests.models import Program, cnn_and_losses, mlp_and_losses, tied_and_losses
 from tests.reference import assert_same, definition
-
-Program = tuple[nn.Module, Callable[[], Tensor]]
-
-
-def mlp(B: int = 5) -> Program:
-    model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double(), torch.randn(B, 3).double()
-    return model, lambda: model(x).square().sum(1)
-
-
-def cnn(B: int = 5) -> Program:
-    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(True), nn.Conv2d(4, 2, 3)).double()
-    x = torch.randn(B, 2, 6, 6).double()
-    return model, lambda: model(x).square().sum((1, 2, 3))
 
 
 def shuffled(B: int = 5) -> Program:
@@ -52,11 +40,6 @@ def checkpointed(B: int = 5) -> Program:
     return model, lambda: checkpoint(block, checkpoint(block, x, use_reentrant=False), use_reentrant=False).sum(1)
 
 
-def tied(B: int = 5) -> Program:
-    model, ids = nn.Embedding(6, 3).double(), torch.randint(6, (B, 4))
-    return model, lambda: (model(ids).tanh() @ model.weight.t()).square().sum((1, 2))
-
-
 class Own(torch.autograd.Function):
     """x @ wᵀ, which fails in backward while `broken` is set."""
 
@@ -75,8 +58,15 @@ class Own(torch.autograd.Function):
         return g @ w, g.t() @ x
 
 
-PROGRAMS = [mlp, cnn, shuffled, slow, checkpointed, tied]
-every_program = pytest.mark.parametrize("program", PROGRAMS, ids=[p.__name__ for p in PROGRAMS])
+PROGRAMS: dict[str, Callable[..., Program]] = {
+    "mlp": mlp_and_losses,
+    "cnn": cnn_and_losses,
+    "shuffled": shuffled,
+    "slow": slow,
+    "checkpointed": checkpointed,
+    "tied": tied_and_losses,
+}
+every_program = pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 pytestmark = pytest.mark.filterwarnings("ignore::persample.PerformanceWarning")
 
 
@@ -116,7 +106,7 @@ def test_a_freed_graph_is_refused_with_the_remedy(program: Callable[..., Program
 
 
 def test_a_graph_freed_by_an_ordinary_backward_is_refused() -> None:
-    model, forward = mlp()
+    model, forward = mlp_and_losses()
     losses = forward()
     losses.sum().backward()
     with pytest.raises(RuntimeError, match=r"was freed by an earlier backward: compute the losses again"):
@@ -127,7 +117,7 @@ def test_a_graph_freed_by_an_ordinary_backward_is_refused() -> None:
 
 def test_the_graph_is_freed_as_autograd_frees_it() -> None:
     """The saved tensors of every node on the way must be let go."""
-    model, forward = mlp()
+    model, forward = mlp_and_losses()
     losses = forward()
     ps.grad(losses, model)
     with pytest.raises(RuntimeError, match="second time"):
@@ -186,7 +176,7 @@ def test_nothing_stays_behind_after_an_exception(monkeypatch: pytest.MonkeyPatch
 
 def test_no_state_is_kept_alive() -> None:
     """Cotangents and factors must go when the call returns, also while the graph is kept."""
-    model, forward = mlp()
+    model, forward = mlp_and_losses()
     losses = forward()
     ps.grad(losses, model, retain_graph=True)
     gc.collect()
@@ -243,7 +233,7 @@ def test_any_grad_mode_will_do(
 
 
 def test_inside_the_backward_of_another_graph() -> None:
-    model, forward = mlp()
+    model, forward = mlp_and_losses()
     want, got = definition(forward(), model), []
     anchor = torch.zeros(1, requires_grad=True) * 1
     anchor.register_hook(lambda g: got.append(ps.grad(forward_with_grad(forward), model)))
@@ -271,10 +261,8 @@ def test_two_threads_at_once() -> None:
         except BaseException as error:
             problems.append(error)
 
-    shared = mlp()  # one model in both threads, each with a graph of its own
-    threads = [
-        threading.Thread(target=work, args=([shared, *(p() for p in some)],)) for some in (PROGRAMS[:4], PROGRAMS[2:])
-    ]
+    shared, every = mlp_and_losses(), list(PROGRAMS.values())  # one model in both threads, each with its own graph
+    threads = [threading.Thread(target=work, args=([shared, *(p() for p in some)],)) for some in (every[:4], every[2:])]
     for thread in threads:
         thread.start()
     for thread in threads:

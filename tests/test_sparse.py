@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import persample as ps
-from tests.reference import assert_same, definition
+from tests.reference import assert_same, definition, vectors
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "coo": Tensor.to_sparse,
@@ -52,8 +52,7 @@ def test_sparse_data_are_as_good_as_dense_ones(product: str, layout: str) -> Non
     want = definition(losses(dense, data(), model), model)
     found = losses(PRODUCTS[product], LAYOUTS[layout](data()), model)
     assert_same(ps.grad(found, model, retain_graph=True), want)
-    norms = torch.cat([rows.flatten(1) for rows in want.values()], 1).norm(dim=1)
-    assert_same([ps.norms(found, model, independent=True)], {"0": norms})
+    assert_same([ps.norms(found, model, independent=True)], {"0": vectors(want).norm(dim=1)})
 
 
 @pytest.mark.filterwarnings("ignore:Sparse:UserWarning", "ignore::persample.PerformanceWarning")

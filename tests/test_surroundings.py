@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -13,43 +14,22 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 import persample as ps
+from tests import models
+from tests.models import Program
 from tests.modes import default_dtype
 from tests.reference import assert_same, definition
 
-Program = tuple[nn.Module, Callable[[], Tensor]]
-PROGRAMS: dict[str, Callable[[], Program]] = {}
+PROGRAMS: dict[str, Callable[[], Program]] = {
+    "mlp": partial(models.mlp_and_losses, positions=(6,), dtype=torch.float32),
+    "cnn": partial(models.cnn_and_losses, dtype=torch.float32),
+    "tied": partial(models.tied_and_losses, dtype=torch.float32),
+    "lstm": partial(models.recurrent_and_losses, dtype=torch.float32),
+}
 
 
 def program(fn: Callable[[], Program]) -> Callable[[], Program]:
     PROGRAMS[fn.__name__] = fn
     return fn
-
-
-@program
-def mlp() -> Program:
-    net, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)), torch.randn(5, 6, 8)
-    return net, lambda: net(x).square().sum((1, 2))
-
-
-@program
-def cnn() -> Program:
-    net, x = (
-        nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 2, 3)),
-        torch.randn(5, 2, 7, 7),
-    )
-    return net, lambda: net(x).square().sum((1, 2, 3))
-
-
-@program
-def tied() -> Program:
-    net, ids = nn.Embedding(6, 4), torch.randint(6, (5, 3))
-    return net, lambda: (net(ids).tanh() @ net.weight.t()).square().sum((1, 2))
-
-
-@program
-def lstm() -> Program:
-    net, x = nn.LSTM(3, 4, num_layers=2, batch_first=True), torch.randn(5, 6, 3)
-    return net, lambda: net(x)[0].square().sum((1, 2))
 
 
 @program
@@ -120,7 +100,7 @@ def test_the_callers_modes_change_nothing(mode: str, name: str) -> None:
 def test_hooks_of_modules_are_run_and_do_no_harm() -> None:
     """Full backward hooks put a Function around every layer."""
     torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double(), torch.randn(5, 3).double()
+    model, x = models.mlp(), torch.randn(5, 3).double()
     want, seen = definition(model(x).square().sum(1), model), []
     for layer in list(model)[1:]:
         layer.register_full_backward_hook(lambda *_: seen.append(1))
@@ -130,7 +110,7 @@ def test_hooks_of_modules_are_run_and_do_no_harm() -> None:
 
 def test_retained_gradients_of_activations() -> None:
     torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double(), torch.randn(5, 3).double()
+    model, x = models.mlp(), torch.randn(5, 3).double()
     h = model[0](x)
     h.retain_grad()
     losses = model[2](h.tanh()).square().sum(1)
@@ -139,7 +119,7 @@ def test_retained_gradients_of_activations() -> None:
 
 def test_a_functional_call_with_other_parameters() -> None:
     torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double(), torch.randn(5, 3).double()
+    model, x = models.mlp(), torch.randn(5, 3).double()
     params = {name: torch.randn_like(p).requires_grad_() for name, p in model.named_parameters()}
     losses = lambda: torch.func.functional_call(model, params, (x,)).square().sum(1)  # noqa: E731
     assert_same(ps.grad(losses(), params), definition(losses(), params))

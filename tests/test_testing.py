@@ -13,13 +13,8 @@ import persample as ps
 from persample.testing import Report, Row, check, definition
 from tests import reference
 from tests.case_library.functions import OwnLinear
+from tests.models import mlp_and_losses
 from tests.reference import assert_same
-
-
-def mlp(dtype: torch.dtype = torch.float64) -> tuple[nn.Sequential, Callable[[], Tensor]]:
-    torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(dtype), torch.randn(5, 3).to(dtype)
-    return model, lambda: model(x).square().sum(1)
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, Tensor]], object]) -> None:
@@ -35,7 +30,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, Tensor]],
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_right_answer_is_ok(dtype: torch.dtype) -> None:
-    model, losses = mlp(dtype)
+    model, losses = mlp_and_losses(dtype=dtype)
     report = check(losses, model)
     assert isinstance(report, Report)
     assert report.ok
@@ -48,7 +43,7 @@ def test_a_right_answer_is_ok(dtype: torch.dtype) -> None:
 
 
 def test_the_report_prints_a_table() -> None:
-    model, losses = mlp()
+    model, losses = mlp_and_losses()
     lines = str(check(losses, model)).splitlines()
     assert lines[0].split() == ["parameter", "shape", "largest", "gradient", "relative", "error"]
     assert set(lines[1]) == {"-", " "}
@@ -74,7 +69,7 @@ CHANGES: dict[str, Callable[[dict[str, Tensor]], object]] = {
 def test_a_wrong_answer_is_reported(
     change: Callable[[dict[str, Tensor]], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, losses = mlp()
+    model, losses = mlp_and_losses()
     spoil(monkeypatch, change)
     report = check(losses, model)
     assert not report.ok
@@ -89,7 +84,7 @@ def test_a_wrong_answer_is_reported(
 
 def test_a_gradient_where_there_is_none_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """A parameter whose gradient is zero has no scale to measure an error by."""
-    model, losses = mlp()
+    model, losses = mlp_and_losses()
     params = {"spare": nn.Parameter(torch.zeros(2).double()), **dict(model.named_parameters())}
     assert check(losses, params).ok
     spoil(monkeypatch, lambda g: g["spare"].fill_(1e-3))
@@ -98,7 +93,7 @@ def test_a_gradient_where_there_is_none_is_reported(monkeypatch: pytest.MonkeyPa
 
 
 def test_tolerances_can_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, losses = mlp()
+    model, losses = mlp_and_losses()
     spoil(monkeypatch, lambda g: g["2.bias"].mul_(1.01))
     assert not check(losses, model)
     assert check(losses, model, rtol=0.02)
@@ -115,7 +110,7 @@ def test_nan_in_the_same_place_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_program_that_is_not_repeatable_is_refused() -> None:
-    model, losses = mlp()
+    model, losses = mlp_and_losses()
     noisy = lambda: nn.functional.dropout(losses(), 0.5) + torch.rand(5)  # noqa: E731
     with pytest.raises(ValueError, match=r"losses_fn gave two different results: make it repeatable \(model\.eval\(\)"):
         check(noisy, model)
@@ -130,13 +125,13 @@ def test_a_program_that_is_not_repeatable_is_refused() -> None:
     ],
 )
 def test_wrong_losses_get_the_errors_of_grad(change: Callable[[Tensor], Tensor], message: str) -> None:
-    model, losses = mlp()
+    model, losses = mlp_and_losses()
     with pytest.raises((ValueError, RuntimeError), match=message):
         check(lambda: change(losses()), model)
 
 
 def test_wrong_params_get_the_errors_of_grad() -> None:
-    model, losses = mlp()
+    model, losses = mlp_and_losses()
     with pytest.raises(TypeError, match="not generator"):
         check(losses, model.parameters())  # type: ignore[arg-type]
 
@@ -151,7 +146,7 @@ def test_slow_paths_are_noted_and_not_warned_about() -> None:
 
 
 @pytest.mark.parametrize("B", [0, 1])
-def test_small_batches(B: int) -> None:
+def test_no_samples_and_one_sample_agree(B: int) -> None:
     model, x = nn.Linear(3, 2).double(), torch.randn(B, 3).double()
     report = check(lambda: model(x).square().sum(1), model)
     assert report.ok
@@ -159,8 +154,8 @@ def test_small_batches(B: int) -> None:
     assert f"2 parameters, {B} samples: all agree" in str(report)
 
 
-def test_no_parameters() -> None:
-    _, losses = mlp()
+def test_no_parameters_agree() -> None:
+    _, losses = mlp_and_losses()
     report = check(losses, [])
     assert report.ok
     assert report.max_error == 0.0
@@ -168,13 +163,13 @@ def test_no_parameters() -> None:
 
 
 def test_sequences_are_named_by_position() -> None:
-    model, losses = mlp()
+    model, losses = mlp_and_losses()
     assert [row.name for row in check(losses, list(model.parameters())).rows] == ["0", "1", "2", "3"]
 
 
 def test_the_definition_is_the_definition() -> None:
     """The public slow way and the one the tests use were written apart."""
-    model, losses = mlp()
+    model, losses = mlp_and_losses()
     assert_same(definition(losses(), model), reference.definition(losses(), model))
     table = nn.Embedding(5, 2, sparse=True)
     rows = lambda: table(torch.tensor([[1, 1], [0, 4]])).square().sum((1, 2))  # noqa: E731

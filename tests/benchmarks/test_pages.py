@@ -37,7 +37,7 @@ def report() -> tables.Report:
     }
 
 
-def test_ratios(report: tables.Report) -> None:
+def test_ratios_become_a_table(report: tables.Report) -> None:
     assert tables.ratios(report, "norms").splitlines() == [
         "|  | `ps.norms` | BackPACK |",
         "| --- | ---: | ---: |",

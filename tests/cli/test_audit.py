@@ -21,6 +21,7 @@ from persample.audit.memory import peaks
 from persample.audit.models import MODELS
 from persample.audit.report import Parameter
 from persample.testing import definition
+from tests import models
 from tests.case_library.functions import OwnLinear
 
 
@@ -35,8 +36,7 @@ def report(model: nn.Module, inputs: Any = None, loss: Callable[..., Tensor] | N
 
 
 def mlp() -> nn.Sequential:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    return models.mlp(dtype=torch.float32)
 
 
 def test_a_clean_model_is_exact_and_independent() -> None:

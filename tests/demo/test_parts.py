@@ -155,7 +155,7 @@ def test_precision() -> None:
     assert [precision(order, flipped, k) for k in (1, 2, 4)] == [1.0, 0.5, 0.5]
 
 
-def test_verdict(model: nn.Module) -> None:
+def test_a_right_model_is_verified(model: nn.Module) -> None:
     verdict = verify(model, *batch(5), max_norm=0.5)
     assert verdict.ok
     assert all(e < 1e-5 for e in verdict.reductions.values())

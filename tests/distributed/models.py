@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.reference import definition
+from tests.reference import definition, vectors
 
 WORDS, WIDTH, LENGTH, CLASSES = 7, 4, 3, 5
-Losses = Callable[[nn.Module, Tensor], Tensor]
 
 
 class Block(nn.Module):
@@ -40,34 +39,6 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x.mean(1))
-
-
-class Merged(Net):
-    """The head's weight is computed from others, which is pulled back after the engine is done."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Parameter(torch.randn(CLASSES, 2)), nn.Parameter(torch.randn(2, WIDTH))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.words(ids)
-        for block in self.blocks:
-            x = block(x)
-        return F.linear(x.mean(1), self.head.weight * torch.tanh(self.left @ self.right), self.head.bias)
-
-
-class Tied(Net):
-    """Words are guessed by the embedding's own weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        del self.head
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.words(ids)
-        for block in self.blocks:
-            x = block(x)
-        return x.mean(1) @ self.words.weight.t()
 
 
 class Unused(Net):
@@ -103,18 +74,13 @@ def losses(model: nn.Module, ids: Tensor) -> Tensor:
 def rows_of_all(model: nn.Module, sizes: Sequence[int], step: int = 0) -> dict[str, Tensor]:
     """The gradients of all ranks' samples by definition, on a model that no wrapper has touched."""
     every = [definition(losses(model, batch(rank, size, step)), model) for rank, size in enumerate(sizes)]
-    return {name: torch.cat([rows[name] for rows in every]) for name in every[0]}
+    return {name: torch.cat([stacks[name] for stacks in every]) for name in every[0]}
 
 
-def flat(rows: Mapping[str, Tensor]) -> Tensor:
-    """(B, all parameters)."""
-    return torch.cat([r.flatten(1) for r in rows.values()], 1)
-
-
-def clipped(rows: Mapping[str, Tensor], bound: float) -> dict[str, Tensor]:
+def clipped(stacks: Mapping[str, Tensor], bound: float) -> dict[str, Tensor]:
     """The sum of clipped gradients by definition."""
-    weights = (bound / flat(rows).norm(dim=1)).clamp(max=1)
-    return {name: torch.einsum("b,b...->...", weights, r) for name, r in rows.items()}
+    weights = (bound / vectors(stacks).norm(dim=1)).clamp(max=1)
+    return {name: torch.einsum("b,b...->...", weights, stack) for name, stack in stacks.items()}
 
 
 def close(got: Tensor, want: Tensor) -> None:

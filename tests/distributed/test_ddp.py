@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import persample as ps
-from tests.distributed.models import Unused, all_close, batch, clipped, close, flat, losses, make, rows_of_all
+from tests.distributed.models import Unused, all_close, batch, clipped, close, losses, make, rows_of_all
 from tests.distributed.processes import Processes
-from tests.reference import definition
+from tests.reference import definition, vectors
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -55,7 +55,7 @@ def answers_alone(rank: int, world: int, options: dict[str, Any]) -> None:
         found = losses(wrapped, batch(rank, SIZE))
         if rank == 0:
             all_close(ps.grad(found, wrapped, retain_graph=True), own(rows, rank))
-            close(ps.norms(found, wrapped, retain_graph=True, independent=True), flat(own(rows, rank)).norm(dim=1))
+            close(ps.norms(found, wrapped, retain_graph=True, independent=True), vectors(own(rows, rank)).norm(dim=1))
             ps.backward(found, wrapped, ps.ClippedSum(0.5), retain_graph=True)
             all_close(grads(wrapped), clipped(own(rows, rank), 0.5))
             assert not grads(plain)

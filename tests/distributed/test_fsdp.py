@@ -10,25 +10,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import persample as ps
 from persample.distributed.shards import _groups
 from tests.distributed.models import (
-    Merged,
+    CLASSES,
+    WIDTH,
     Net,
-    Tied,
     all_close,
     batch,
     clipped,
     close,
-    flat,
     losses,
     make,
     rows_of_all,
 )
 from tests.distributed.processes import Processes
-from tests.reference import definition
+from tests.reference import definition, vectors
 
 WRAPS = ("blocks", "whole")
 SIZES = (3, 4, 2, 5)
@@ -91,13 +91,13 @@ def every_verb(rank: int, world: int, wraps: str, reshard: bool | None) -> None:
     found = losses(sharded, ids)
     before = state_of(sharded)
     all_close(ps.grad(found, sharded, retain_graph=True), rows)
-    close(ps.norms(found, sharded, retain_graph=True, independent=True), flat(rows).norm(dim=1))
+    close(ps.norms(found, sharded, retain_graph=True, independent=True), vectors(rows).norm(dim=1))
     per = ps.norms(found, sharded, per=[sharded.blocks, [sharded.words], ["head.weight"]], retain_graph=True)
-    close(per[0], flat({n: r for n, r in rows.items() if n.startswith("blocks")}).norm(dim=1))
-    close(ps.gram(found, sharded, retain_graph=True), flat(rows) @ flat(rows).t())
-    close(ps.gram(found, sharded, found, retain_graph=True), flat(rows) @ flat(rows).t())
+    close(per[0], vectors({n: r for n, r in rows.items() if n.startswith("blocks")}).norm(dim=1))
+    close(ps.gram(found, sharded, retain_graph=True), vectors(rows) @ vectors(rows).t())
+    close(ps.gram(found, sharded, found, retain_graph=True), vectors(rows) @ vectors(rows).t())
     direction = {name: torch.ones_like(p) for name, p in plain.named_parameters()}
-    close(ps.dot(found, sharded, direction, retain_graph=True), flat(rows).sum(1))
+    close(ps.dot(found, sharded, direction, retain_graph=True), vectors(rows).sum(1))
     projection = ps.Projection(dim=8, seed=0)
     close(ps.project(found, sharded, projection, retain_graph=True), ps.project(losses(plain, ids), plain, projection))
     all_close(ps.second_moment(found, sharded, retain_graph=True), {n: r.square().mean(0) for n, r in rows.items()})
@@ -140,7 +140,9 @@ def after_the_last_call(rank: int, world: int, wraps: str) -> None:
         ],
     ],
 )
-def test_every_verb(several: Processes, wraps: str, reshard: bool | None) -> None:
+def test_every_verb_gives_full_gradients_of_the_local_batch(
+    several: Processes, wraps: str, reshard: bool | None
+) -> None:
     several.run(every_verb, wraps, reshard)
 
 
@@ -156,7 +158,7 @@ def train(rank: int, world: int, kind: type[nn.Module], wraps: str, reshard: boo
             ps.backward(found, sharded, ps.ClippedSum(0.5), process_group=dist.group.WORLD)
         else:
             norms = ps.norms(found, sharded, retain_graph=True)
-            close(norms, flat(own(rows, rank)).norm(dim=1))
+            close(norms, vectors(own(rows, rank)).norm(dim=1))
             ((0.5 / norms).clamp(max=1) * found).sum().backward()
         all_close(full_grads(sharded), clipped(rows, 0.5))
         for name, p in plain.named_parameters():
@@ -170,8 +172,36 @@ def train(rank: int, world: int, kind: type[nn.Module], wraps: str, reshard: boo
     )
 
 
+class Merged(Net):
+    """The head's weight is computed from others, which is pulled back after the engine is done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Parameter(torch.randn(CLASSES, 2)), nn.Parameter(torch.randn(2, WIDTH))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(x.mean(1), self.head.weight * torch.tanh(self.left @ self.right), self.head.bias)
+
+
+class Tied(Net):
+    """Words are guessed by the embedding's own weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.head
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        for block in self.blocks:
+            x = block(x)
+        return x.mean(1) @ self.words.weight.t()
+
+
 @pytest.mark.parametrize("kind", [Net, Merged, Tied])
-def test_training(several: Processes, kind: type[nn.Module]) -> None:
+def test_training_does_what_a_plain_model_does(several: Processes, kind: type[nn.Module]) -> None:
     several.run(train, kind, "blocks", None)
 
 
@@ -224,7 +254,7 @@ def containers(rank: int, world: int) -> None:
     all_close(out, rows)
 
 
-def test_containers(two: Processes) -> None:
+def test_parameters_in_any_container(two: Processes) -> None:
     two.run(containers)
 
 
@@ -294,7 +324,7 @@ def recomputed(rank: int, world: int, reentrant: bool) -> None:
     plain, sharded = make(Net), summing(shard(make(Checkpointed)))
     rows = rows_of_all(plain, SIZES[:world])
     found = losses(sharded, batch(rank, SIZES[rank]))
-    close(ps.norms(found, sharded, retain_graph=True), flat(own(rows, rank)).norm(dim=1))
+    close(ps.norms(found, sharded, retain_graph=True), vectors(own(rows, rank)).norm(dim=1))
     found.sum().backward()
     all_close(full_grads(sharded), {name: r.sum(0) for name, r in rows.items()})
 
@@ -331,7 +361,7 @@ def accumulated(rank: int, world: int) -> None:
     losses(sharded, batch(rank, 3, 0)).sum().backward()
     sharded.set_requires_gradient_sync(True)
     found = losses(sharded, batch(rank, 3, 1))
-    close(ps.norms(found, sharded, retain_graph=True), flat(rows[1]).norm(dim=1)[3 * rank : 3 * rank + 3])
+    close(ps.norms(found, sharded, retain_graph=True), vectors(rows[1]).norm(dim=1)[3 * rank : 3 * rank + 3])
     found.sum().backward()
     all_close(full_grads(sharded), {name: rows[0][name].sum(0) + rows[1][name].sum(0) for name in rows[0]})
 

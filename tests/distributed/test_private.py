@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import persample as ps
 from persample import dp
+from tests import models
 from tests.distributed.processes import Processes
 
 EXAMPLES, FEATURES, CLASSES = 40, 5, 3
@@ -41,9 +42,7 @@ class Digits(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 
 
 def mlp() -> nn.Sequential:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(FEATURES, 7), nn.Tanh(), nn.Linear(7, CLASSES)).double()
+    return models.mlp(FEATURES, 7, CLASSES)
 
 
 def sharded(model: nn.Sequential, reshard: bool | None = None, **options: Any) -> nn.Module:
@@ -122,12 +121,12 @@ def test_replicas_do_what_one_process_does_with_the_same_noise(several: Processe
 
 @pytest.mark.parametrize("how", ["plain", "fsdp"])
 @pytest.mark.parametrize("clip", CLIPS)
-def test_without_noise(several: Processes, how: str, clip: str) -> None:
+def test_replicas_do_what_one_process_does_without_noise(several: Processes, how: str, clip: str) -> None:
     several.run(as_one_alone, how, 0.0, {}, CLIPS[clip])
 
 
 @pytest.mark.parametrize("how", ["plain", "fsdp"])
-def test_physical_batches(two: Processes, how: str) -> None:
+def test_replicas_do_what_one_process_does_in_physical_batches(two: Processes, how: str) -> None:
     two.run(as_one_alone, how, 0.0, {"physical_batch_size": 1}, CLIPS["flat"])
 
 

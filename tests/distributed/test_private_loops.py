@@ -86,7 +86,7 @@ def test_the_documented_loops_are_those_of_one_process(several: Processes, how: 
 
 
 @pytest.mark.parametrize(("how", "noise"), [("plain", 1.0), ("fsdp", 0.0)])
-def test_in_parts(two: Processes, how: str, noise: float) -> None:
+def test_loops_in_physical_batches_do_what_one_process_does(two: Processes, how: str, noise: float) -> None:
     two.run(as_one_alone, how, noise, with_schedule, {"physical_batch_size": 1})
 
 

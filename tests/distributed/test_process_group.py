@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import persample as ps
-from tests.distributed.models import Unused, all_close, batch, clipped, close, flat, losses, make, rows_of_all
+from tests.distributed.models import Unused, all_close, batch, clipped, close, losses, make, rows_of_all
 from tests.distributed.processes import Processes
-from tests.reference import definition
+from tests.reference import definition, vectors
 
 SIZES = [(3, 4), (3, 1), (0, 3), (1, 0)]
 
@@ -38,7 +38,7 @@ def sums_of_all(rank: int, world: int, sizes: Sequence[int]) -> None:
         process_group=everybody,
     )
     all_close(total, clipped(rows, 0.5))
-    close(total.clipping.norms, flat(definition(losses(model, ids), model)).norm(dim=1))
+    close(total.clipping.norms, vectors(definition(losses(model, ids), model)).norm(dim=1))
     all_close(weighted, {name: torch.einsum("b,b...->...", weights, r) for name, r in rows.items()})
     all_close(moment, {name: r.square().mean(0) for name, r in rows.items()})
     all_close(variance, {name: r.var(0, correction=0) for name, r in rows.items()})

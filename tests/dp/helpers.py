@@ -11,6 +11,7 @@ from torch.utils.data import TensorDataset
 
 import persample as ps
 from persample import dp
+from tests.models import mlp
 
 EXAMPLES, WIDTH, CLASSES = 60, 5, 3
 
@@ -22,8 +23,8 @@ def dataset(examples: int = EXAMPLES) -> TensorDataset:
 
 
 def network() -> nn.Module:
-    torch.manual_seed(2)
-    return nn.Sequential(nn.Linear(WIDTH, 7), nn.Tanh(), nn.Linear(7, CLASSES))
+    """The same numbers every time."""
+    return mlp(WIDTH, 7, CLASSES, dtype=torch.float32, seed=2)
 
 
 def losses_of(model: nn.Module, batch: Any) -> Tensor:

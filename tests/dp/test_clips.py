@@ -160,6 +160,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("options", "message"), REFUSED, ids=[m[:20] for _, m in REFUSED])
-def test_refusals(options: dict[str, Any], message: str) -> None:
+def test_wrong_options_of_adaptive_clips_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         private(clip=dp.AdaptiveClip(**options))

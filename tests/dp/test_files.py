@@ -74,7 +74,7 @@ FORGERIES: dict[str, Callable[[dict[str, Any]], object]] = {
 
 
 @pytest.mark.parametrize("forgery", FORGERIES)
-def test_forged_files(forgery: str, tmp_path: Path) -> None:
+def test_forged_files_are_refused_and_change_nothing(forgery: str, tmp_path: Path) -> None:
     path = saved(tmp_path)
     forge(path, FORGERIES[forgery])
     resumed, journal = noisy_run(), (tmp_path / "run.journal").read_bytes()
@@ -87,7 +87,7 @@ def test_forged_files(forgery: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["no state", "steps -1", "unknown 0", "bound -1.0"])
-def test_forged_states(name: str) -> None:
+def test_forged_states_are_refused(name: str) -> None:
     found = {"state": noisy_run().state_dict()}
     FORGERIES[name](found)
     with pytest.raises(ValueError, match=r"state of private|accounts"):

@@ -51,7 +51,7 @@ def test_nothing_to_compare() -> None:
 
 
 @pytest.mark.parametrize("change", [{"lr": 0.2}, {"momentum": 0.8}, {"nesterov": True}, {"lr": torch.tensor(0.2)}])
-def test_settings(change: dict[str, Any]) -> None:
+def test_every_changed_setting_of_an_optimizer_is_named(change: dict[str, Any]) -> None:
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
     before = of_settings(optimizer)

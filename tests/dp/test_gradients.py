@@ -258,7 +258,7 @@ def test_a_model_does_not_outlive_its_run() -> None:
     assert seen() is None
 
 
-def test_wrapped_optimizers() -> None:
+def test_steps_of_wrapped_optimizers_are_guarded() -> None:
     """accelerate's has no hooks: those of the inner one are used."""
     accelerate = pytest.importorskip("accelerate")
     model = network()

@@ -44,7 +44,7 @@ def test_solved_epsilon_is_the_accountants() -> None:
     assert solved.spent(50) < solved.spent(100)
 
 
-def test_lengths() -> None:
+def test_epochs_become_steps_rounded_up() -> None:
     assert plan(epochs=1, noise_multiplier=1.0).steps == 20
     assert plan(epochs=0.01, noise_multiplier=1.0).steps == 1
     uneven = plan(examples=1001, epochs=2, noise_multiplier=1.0)
@@ -100,7 +100,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("more", "message"), REFUSED, ids=[m[:30] for _, m in REFUSED])
-def test_refusals(more: dict[str, Any], message: str) -> None:
+def test_impossible_plans_are_refused(more: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan(**more)
 

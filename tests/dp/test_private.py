@@ -240,7 +240,7 @@ def test_a_changed_clip() -> None:
         trained.plan = plan()  # type: ignore[misc]
 
 
-def test_changed_parameters() -> None:
+def test_a_parameter_frozen_during_the_run_is_refused() -> None:
     trained = private()
     before = flat(trained._model)
     batch = first(trained)

@@ -173,12 +173,14 @@ REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("data", "options", "error", "message"), REFUSED, ids=[r[3][:25] for r in REFUSED])
-def test_refusals(data: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_wrong_data_and_options_of_batches_are_refused(
+    data: Any, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         private().batches(data, **options)
 
 
-def test_collate() -> None:
+def test_an_own_collate_function_is_used() -> None:
     model = network()
     trained = private(model)
 

@@ -153,7 +153,7 @@ def test_buffers_that_do_not_take_up_data(kind: type[nn.Module]) -> None:
     assert trained.steps == 6
 
 
-def test_the_remedy() -> None:
+def test_data_seen_before_the_run_are_no_change_during_it() -> None:
     """Made-up data before the run."""
     model = actnorm(in_place)
     model(torch.randn(20, WIDTH))

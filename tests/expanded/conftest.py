@@ -9,17 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.expanded.helpers import mlp
 from tests.expanded.rules import registries_restored
-from tests.modes import default_dtype
-
-
-@pytest.fixture
-def float64() -> Iterator[None]:
-    """The same numbers every time, in double precision."""
-    torch.manual_seed(0)
-    with default_dtype(torch.float64):
-        yield
+from tests.models import mlp
 
 
 @pytest.fixture

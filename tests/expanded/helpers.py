@@ -56,10 +56,6 @@ class Run(nn.Module):
         return self.body(self, *args, **kwargs)
 
 
-def mlp(width: int = 3) -> nn.Module:
-    return nn.Sequential(nn.Linear(width, 2), nn.Tanh(), nn.Linear(2, 2))
-
-
 class Object:
     """Holds tensors where nobody looks for them."""
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.expanded.helpers import Run, ids, mlp
+from tests.expanded.helpers import Run, ids
 from tests.expanded.peer import AGREES, FAILS, WRONG, Case, Program, ends_second, on, second
 from tests.expanded.peer_modules import (
     Own,
@@ -40,6 +40,7 @@ from tests.expanded.peer_modules import (
     unfolded_turned,
     with_token,
 )
+from tests.models import mlp
 
 BATCH = "batch size matching input"
 NO_RULE = "cannot handle function"
@@ -254,7 +255,7 @@ case("plain-bias", FAILS, MIXED, lambda B: on(Run(lambda m, x: F.linear(x, m.w, 
 
 # Modes.
 half = {"dtype": f32, "rtol": 2e-2, "batches": some}
-case("autocast-linear", FAILS, "same dtype", lambda B: on(mlp(), r(B, 3), around=bf16), **half)
+case("autocast-linear", FAILS, "same dtype", lambda B: on(mlp(dtype=f32), r(B, 3), around=bf16), **half)
 case("autocast-conv", FAILS, "should be the same", lambda B: on(nn.Conv2d(2, 3, 2), r(B, 2, 4, 4), around=bf16), **half)
 case(
     "autocast-norm",

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 import persample as ps
 from persample import call_for_per_sample_grads
-from tests.expanded.helpers import Object, Run, both_reductions, check, mlp, r, squares, taken, total
+from tests.expanded.helpers import Object, Run, both_reductions, check, r, squares, taken, total
+from tests.models import mlp
 from tests.reference import assert_same, definition, named
 
 
@@ -95,7 +96,7 @@ class TestParameters:
         assert_same(taken(module), definition(squares(module(x)), module))
 
     def test_replaced_after_wrapping(self) -> None:
-        module, x = mlp().double(), r(4, 3)
+        module, x = mlp(3, 2, 2), r(4, 3)
         call, old = call_for_per_sample_grads(module), module[0].weight
         module[0].weight = nn.Parameter(r(2, 3))
         call(x).square().sum().backward()

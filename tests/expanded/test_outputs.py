@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from persample import call_for_per_sample_grads
-from tests.expanded.helpers import Object, Run, both_reductions, check, mlp, r, squares, taken
+from tests.expanded.helpers import Object, Run, both_reductions, check, r, squares, taken
+from tests.models import mlp
 from tests.reference import assert_same, definition
 
 Pair = namedtuple("Pair", "logits hidden")
@@ -136,7 +137,7 @@ class TestOutputs:
             "e": torch.randn(1, 1, 4),
             "n": nn.LayerNorm(4),
             "p": nn.Embedding(8, 4),
-            "b": mlp(4),
+            "b": mlp(4, 2, 2),
         }
         module = Run(lambda m, x: squares(m.b(FIRSTS[first](m, x)).flatten(0, 1)).mean(), **parts).double()
         x = r(4, T, 4)

@@ -15,9 +15,10 @@ from torch.nn import functional as F
 from torch.nn.utils._per_sample_grad import call_for_per_sample_grads as peers
 
 import persample as ps
-from tests.expanded.helpers import Run, both_reductions, mlp, taken
+from tests.expanded.helpers import Run, both_reductions, taken
 from tests.expanded.peer import AGREES, FAILS, OBSERVED, Case
 from tests.expanded.peer_cases import CASES
+from tests.models import mlp
 from tests.reference import assert_same, definition
 
 documents_a_peer = pytest.mark.skipif(

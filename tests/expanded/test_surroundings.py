@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import persample as ps
 from persample import call_for_per_sample_grads
-from tests.expanded.helpers import Run, check, mlp, r, squares, taken
+from tests.expanded.helpers import Run, check, r, squares, taken
+from tests.models import mlp
 from tests.reference import assert_same, definition
 
 
@@ -206,7 +207,7 @@ class TestModule:
 
     def test_autocast(self) -> None:
         """Forward and loss under autocast, backward outside, as PyTorch recommends."""
-        module, x = mlp(), torch.randn(4, 3)
+        module, x = mlp(dtype=torch.float32), torch.randn(4, 3)
         with torch.autocast("cpu", torch.bfloat16):
             want = definition(squares(module(x).float()), module)
             out = call_for_per_sample_grads(module)(x)

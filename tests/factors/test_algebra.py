@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import prod
 
 import pytest
 import torch
@@ -27,6 +26,7 @@ from tests.factors import (
     rows_of,
     total,
 )
+from tests.reference import flat
 
 CHECKED = settings(
     derandomize=True, deadline=None, database=None, print_blob=False, suppress_health_check=[HealthCheck.too_slow]
@@ -36,12 +36,6 @@ EVERY = [
     *(pytest.param(name, torch.complex128, id=f"{name}-complex") for name in COMPLEX),
 ]
 SPACES: dict[str, Callable[[], Workspace | None]] = {"plenty": lambda: None, "tiny": lambda: Workspace(1)}
-
-
-def flat(stack: Tensor) -> Tensor:
-    """(B, n) real numbers in float64."""
-    stack = torch.view_as_real(stack.resolve_conj()) if stack.is_complex() else stack
-    return stack.double().reshape(len(stack), prod(stack.shape[1:]))
 
 
 def assert_near(got: Tensor, want: Tensor, size: Tensor | float = 1.0, rtol: float = 1e-11) -> None:

@@ -50,7 +50,7 @@ def test_norms_in_every_way(c: Case, way: str, images: int, limit: int) -> None:
 
 
 @pytest.mark.parametrize("samples", [0, 1, 5])
-def test_samples(samples: int) -> None:
+def test_norms_of_any_number_of_samples(samples: int) -> None:
     x, dy = WIDE.tensors(samples, 1)
     norms = factor_of(WIDE, x, dy).norms()
     torch.testing.assert_close(norms, norms_of(WIDE.reference(x, dy)), rtol=1e-10, atol=0)

@@ -18,7 +18,7 @@ from persample.graph.ops.table import Layouts
 from persample.graph.site import Fate, Flow, Site
 from persample.graph.use import Use
 from tests.expanded.helpers import check, r, sizes, squares
-from tests.reference import assert_same, definition
+from tests.reference import assert_same, definition, vectors
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +97,7 @@ def params() -> list[Tensor]:
 @sizes
 @FLOWS
 @pytest.mark.parametrize("shape", [(4,), (2, 4), (5, 4)], ids=["rows", "positions", "T=B"])
-def test_taught(B: int, flow: Any, shape: tuple[int, ...]) -> None:
+def test_a_taught_function_is_exact_and_its_rule_is_asked(B: int, flow: Any, shape: tuple[int, ...]) -> None:
     function, rule = product(), Teacher()
     teach(function, flow)(rule)
     found = squares(net(function)(r(B, *shape), *(given := params())))
@@ -134,12 +134,12 @@ def test_reductions_of_taught_factors(B: int, flow: Any) -> None:
     function = product()
     teach(function, flow)(Teacher())
     found = squares(net(function)(r(B, 2, 4), *(given := params())))
-    want = torch.cat([stack.flatten(1) for stack in definition(found, given).values()], 1).norm(dim=1)
+    want = vectors(definition(found, given)).norm(dim=1)
     (norms,) = ps.reduce(found, given, ps.Norms())
     assert_same([norms], {"0": want})
 
 
-def test_not_taught() -> None:
+def test_a_function_that_is_not_taught_is_exact_and_warned_of() -> None:
     """Right, one sample at a time, and said."""
     function = product()
     found = squares(net(function)(r(5, 2, 4), *(given := params())))

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import persample as ps
 from persample.graph import fused
-from tests.reference import assert_same, definition
+from tests.reference import assert_same, definition, vectors
 
 if not hasattr(F, "linear_cross_entropy"):
     pytest.skip("this torch has no F.linear_cross_entropy", allow_module_level=True)
@@ -63,12 +63,12 @@ def tokens() -> tuple[Tensor, Tensor]:
 def check(found: Tensor, want: dict[str, Tensor], params: Any, rtol: float = 1e-8) -> None:
     """Gradients, norms and clipped sums; nothing may be slow, as warnings are errors."""
     assert_same(ps.grad(found, params, retain_graph=True, independent=True), want, rtol=rtol)
-    rows = torch.cat([value.double().reshape(len(value), -1) for value in want.values()], 1)
-    assert_same([ps.norms(found, params, retain_graph=True).double()], {"0": rows.norm(dim=1)}, rtol=rtol)
+    norms = vectors(want).norm(dim=1)
+    assert_same([ps.norms(found, params, retain_graph=True).double()], {"0": norms}, rtol=rtol)
     total = ps.clipped_sum(found, params, max_norm=0.5)
     flat = torch.cat([value.double().flatten() for value in (total.values() if isinstance(total, dict) else total)])
-    weights = (0.5 / rows.norm(dim=1)).clamp(max=1)
-    assert_same([flat.unsqueeze(0)], {"0": (weights @ rows).unsqueeze(0)}, rtol=rtol)
+    weights = (0.5 / norms).clamp(max=1)
+    assert_same([flat.unsqueeze(0)], {"0": (weights @ vectors(want)).unsqueeze(0)}, rtol=rtol)
 
 
 @CHUNKS

@@ -100,7 +100,7 @@ def flow(site: Site, k: int, layouts: Layouts) -> Fate:
 
 
 @NAMES
-def test_not_taught(name: str) -> None:
+def test_an_op_that_is_not_taught_is_exact_and_warned_of(name: str) -> None:
     """Exact, one sample at a time, and said by the op's own name."""
     found = net(CALLS[name], r(5, 4), *(given := params()))
     want = definition(found, given)
@@ -111,7 +111,7 @@ def test_not_taught(name: str) -> None:
 @NAMES
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("flow", [None, flow], ids=["asked", "flow"])
-def test_taught(name: str, form: str, flow: Any) -> None:
+def test_a_taught_op_is_exact_and_not_slow(name: str, form: str, flow: Any) -> None:
     """Warnings are errors here: nothing is slow."""
     assert teach(FORMS[form](name), flow)(rule) is rule
     found = net(CALLS[name], r(5, 4), *(given := params()))

@@ -57,7 +57,7 @@ WAYS: dict[str, Callable[[Tensor, int], Tensor]] = {
 
 @pytest.mark.parametrize("hidden", [False, True], ids=["linear", "hidden"])
 @pytest.mark.parametrize("name", WAYS)
-def test_no_interaction(name: str, hidden: bool) -> None:
+def test_losses_of_own_rows_do_not_interact(name: str, hidden: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     x, w, b = (torch.randn(n, 3, generator=generator, dtype=torch.float64) for n in (N, 3, 1))
     params = [w.requires_grad_(), b.requires_grad_()]

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import persample as ps
 from persample.graph import recall
+from tests import models
 from tests.expanded.helpers import taken
 from tests.graph.look_alikes import (  # noqa: F401
     EYES,
@@ -45,9 +46,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::persample.PerformanceWarning")
 
 def mlp(seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Sequential:
     """Square layers, so that they could be taken for one another."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return nn.Sequential(nn.Linear(N, N), nn.Tanh(), nn.Linear(N, N), nn.Tanh(), nn.Linear(N, N)).to(dtype)
+    return models.mlp(N, N, N, N, seed=seed, dtype=dtype)
 
 
 def square(model: nn.Module, x: Tensor = X) -> Tensor:

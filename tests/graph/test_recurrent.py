@@ -100,7 +100,7 @@ every_graph = pytest.mark.parametrize(("build", "graph"), GRAPHS.values(), ids=G
 
 
 @every_graph
-def test_gradients(build: Callable[[], Net], graph: Losses) -> None:
+def test_gradients_of_fused_layers_are_exact(build: Callable[[], Net], graph: Losses) -> None:
     net, x = build(), inputs()
     want = definition(graph(net, x), net)
     assert_same(ps.grad(graph(net, x), net), want, rtol=1e-5)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, weight_norm
 
 import persample as ps
-from tests.reference import assert_same, definition
+from tests.reference import assert_same, definition, vectors
 
 Wrap = Callable[[nn.Module, int | None], nn.Module]
 
@@ -56,8 +56,7 @@ def test_every_part_trainable_or_frozen_requested_or_not(layer: str, wrap: Wrap,
                 found = losses(model, x)
                 want = definition(found, params)
                 assert_same(ps.grad(found, params, retain_graph=True), want)
-                norms = torch.cat([rows.reshape(len(x), -1) for rows in want.values()], 1).norm(dim=1)
-                assert_same([ps.norms(found, params)], {"0": norms})
+                assert_same([ps.norms(found, params)], {"0": vectors(want).norm(dim=1)})
 
 
 @WRAPS

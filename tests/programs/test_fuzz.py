@@ -1,4 +1,4 @@
-"""The fuzzer: a few hundred programs of it, and that it finds what is planted."""
+"""The fuzzer: it finds what is planted, makes it small, and prints a script that shows it."""
 
 from __future__ import annotations
 
@@ -15,30 +15,12 @@ from persample.graph.ops.table import named
 from persample.graph.use import Use
 from tests.graph.table import plant
 from tests.modes import default_dtype
-from tests.programs.fuzz import __main__ as command
-from tests.programs.fuzz.generate import generate
-from tests.programs.fuzz.hunt import Hunt, report
-from tests.programs.fuzz.script import Finding, Invalid, Run, Script, anchored, evaluate
-from tests.programs.fuzz.shrink import shrink
-from tests.programs.fuzz.writer import OPS
-
-
-def found_in(seeds: range, seconds_to_shrink: float = 10.0) -> list[str]:
-    """What is printed of all findings."""
-    hunt = Hunt(say=lambda text: None, seconds_to_shrink=seconds_to_shrink)
-    hunt.run(seeds)
-    assert hunt.counts["exact"] > len(seeds), hunt.counts
-    return [report(found) for found in hunt.found]
-
-
-def test_random_programs_are_exact_or_refused() -> None:
-    assert found_in(range(300)) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("start", range(1_000, 9_000, 1_000))
-def test_thousands_of_random_programs_are_exact_or_refused(start: int) -> None:
-    assert found_in(range(start, start + 1_000)) == []
+from tests.programs import __main__ as command
+from tests.programs.generate import generate
+from tests.programs.hunt import Hunt, report
+from tests.programs.script import Finding, Invalid, Run, Script, anchored, evaluate
+from tests.programs.shrink import shrink
+from tests.programs.writer import OPS
 
 
 def script(*lines: str, params: tuple[str, ...] = ("w1",), check: str = "grad") -> Script:
@@ -62,13 +44,14 @@ def run_text(text: str) -> None:
         exec(compile(text, "<pasted>", "exec"), {"__name__": "pasted"})
 
 
+@pytest.mark.filterwarnings("ignore::persample.PerformanceWarning")
 @pytest.mark.parametrize(
     ("node", "op"), [("NativeLayerNorm", "layer_norm"), ("Embedding", "embedding"), ("Convolution", "conv")]
 )
 def test_a_planted_bug_is_found_shrunk_and_printed(monkeypatch: pytest.MonkeyPatch, node: str, op: str) -> None:
     plant(monkeypatch, node, rule=doubled(named(node).rule))
     hunt = Hunt(say=lambda text: None)
-    using = (seed for seed in count() if (s := generate(seed)) and op in s.program and s.runs[0].dtype == "float64")
+    using = (seed for seed in count(100) if (s := generate(seed)) and op in s.program and s.runs[0].dtype == "float64")
     for seed in islice(using, 20):
         hunt.one(seed)
         about = [found for found in hunt.found if any(op in called for called in found.signature)]
@@ -105,7 +88,7 @@ def test_every_op_is_written() -> None:
     with pytest.MonkeyPatch.context() as patch:
         for name, fn in OPS.items():
             patch.setitem(OPS, name, lambda w, fn=fn, name=name: (fn(w), noted(name)))
-        for seed in range(400):
+        for seed in range(800):
             generate(seed)
     assert not missing
 

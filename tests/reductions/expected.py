@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import persample as ps
-from tests.reference import FLOOR, Params, assert_same, named
+from tests.reference import FLOOR, Params, assert_same, flat, named
 
 Stacks: TypeAlias = Mapping[str, Tensor]
 Weigh: TypeAlias = Callable[[Tensor], Tensor]
@@ -143,12 +143,6 @@ class Expected:
         each = [dense_projection(projection, name, p.shape, p.is_complex()) for name, p in self.params.items()]
         matrix = torch.cat(each)
         return Want(self.rows @ matrix, torch.outer(self.size, matrix.norm(dim=0)), self.dtype)
-
-
-def flat(stack: Tensor) -> Tensor:
-    """(B, ...) as rows of real numbers in float64."""
-    stack = torch.view_as_real(stack) if stack.is_complex() else stack
-    return stack.detach().double().reshape(len(stack), prod(stack.shape[1:]))
 
 
 @lru_cache(maxsize=1000)

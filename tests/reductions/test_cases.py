@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 import persample as ps
-from tests.cases import CASES, Case
+from tests.cases import CASES, Case, untouched, warnings_of
 from tests.reductions.expected import Ask, Expected, Stacks, Want, assert_result, questions
 from tests.reference import Params, definition, named
-from tests.test_grad import _untouched, _warnings_of
 
 # Squares of gradients of 1e35 are beyond float32: nothing is promised for moments and inner products of gradients.
 BEYOND_RANGE = {"float32_reordered_near_overflow"}
@@ -76,7 +75,7 @@ def test_backward_adds_to_what_is_there(case: Case, B: int) -> None:
     losses = forward()
     asked = questions(definition(losses, params), params, variants=False)["clipped"]
     reached = torch.autograd.grad(losses.sum(), list(named(params).values()), allow_unused=True, retain_graph=True)
-    with _warnings_of(case):
+    with warnings_of(case):
         clipping = ps.backward(losses, params, asked.reduction, retain_graph=True)
     rtol = tolerance(case, params)
     assert_result(clipping.norms, asked.want.norms, rtol)
@@ -86,7 +85,7 @@ def test_backward_adds_to_what_is_there(case: Case, B: int) -> None:
     found = {name: p.grad.clone() for name, p in named(params).items() if p.grad is not None}
     zeros = {name: torch.zeros_like(p) for name, p in named(params).items() if p.grad is None}
     assert_result({name: (found | zeros)[name] for name in named(params)}, asked.want.sums, rtol)
-    with _warnings_of(case):
+    with warnings_of(case):
         ps.backward(losses, params, asked.reduction)
     for name, once in found.items():
         assert torch.equal(named(params)[name].grad, 2 * once), name
@@ -94,7 +93,7 @@ def test_backward_adds_to_what_is_there(case: Case, B: int) -> None:
 
 def check_all(case: Case, params: Params, losses: Tensor, want: Stacks, variants: bool, **options: Any) -> None:
     asked = questions(want, params, variants)
-    with _untouched(params), _warnings_of(case):
+    with untouched(params), warnings_of(case):
         results = ps.reduce(losses, params, *(ask.reduction for ask in asked.values()), **options)
     check_results(case, params, asked, results)
 
@@ -102,7 +101,7 @@ def check_all(case: Case, params: Params, losses: Tensor, want: Stacks, variants
 def check_two_batches(case: Case, params: Params, losses: Tensor, others: Tensor, want: Stacks) -> None:
     """The second lacks a sample."""
     first, second = Expected(want, params), Expected({name: g[1:] for name, g in want.items()}, params)
-    with _untouched(params), _warnings_of(case):
+    with untouched(params), warnings_of(case):
         found = ps.gram(losses, params, others, retain_graph=True)
     check_results(case, params, {"gram of two": Ask(ps.Gram(), first.gram(second))}, (found,))
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import persample as ps
-from tests.reference import Params, definition, named
+from tests.reference import Params, definition, named, vectors
 
 B, C = 4, 0.7
 SLACK = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 1e-2}
@@ -598,7 +598,7 @@ def test_a_step_of_sgd() -> None:
     assert isinstance(model, nn.Module)
     before = {name: q.detach().clone() for name, q in model.named_parameters()}
     stacks = definition(p.losses(), model)
-    norms = torch.cat([g.flatten(1) for g in stacks.values()], 1).norm(dim=1)
+    norms = vectors(stacks).norm(dim=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     got, weights = ps.backward(p.losses(), model, ps.ClippedSum(0.5 * float(norms.mean())))
     optimizer.step()

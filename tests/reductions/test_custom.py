@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import persample as ps
-from tests.reference import assert_same, definition, named
+from tests.models import EveryForm, every_form
+from tests.reference import assert_same, definition, named, vectors
 
 B = 5
 
@@ -92,23 +93,9 @@ class Failing(ps.Reduction):
         self._maybe("result")
 
 
-class Net(nn.Module):
-    """Every form of factor: linear layers with and without positions, a kernel, a table, vectors, a number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.conv, self.out = nn.Embedding(6, 4), nn.Conv1d(4, 4, 2), nn.Linear(4, 3)
-        self.norm, self.scale, self.unused = nn.LayerNorm(4), nn.Parameter(torch.tensor(2.0)), nn.Linear(2, 2)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        h = self.norm(self.conv(self.table(ids).mT).mT.tanh())
-        return (self.out(h).sin() * self.scale).sum((1, 2))
-
-
 @pytest.fixture
-def net() -> Net:
-    torch.manual_seed(0)
-    return Net().double()
+def net() -> EveryForm:
+    return every_form()
 
 
 @pytest.fixture
@@ -116,25 +103,21 @@ def ids() -> Tensor:
     return torch.randint(0, 6, (B, 4), generator=torch.Generator().manual_seed(0))
 
 
-def rows(stacks: dict[str, Tensor]) -> Tensor:
-    return torch.cat([g.reshape(len(g), -1) for g in stacks.values()], 1)
-
-
 def assert_all(got: tuple[Any, ...], stacks: dict[str, Tensor]) -> None:
     """Results of LargestEntry, Norms, Farthest(3), ClippedSum(0.5), Stack."""
-    every = rows(stacks)
+    every = vectors(stacks)
     largest, norms, (chosen, picked), clipped, stack = got
     torch.testing.assert_close(largest, every.abs().amax(1), rtol=1e-10, atol=0)
     torch.testing.assert_close(norms, every.norm(dim=1))
     assert chosen.tolist() == torch.cdist(every, every).argmax(1).tolist()
-    torch.testing.assert_close(rows({n: p.unsqueeze(0) for n, p in picked.items()})[0], 3 * every[chosen].sum(0))
+    torch.testing.assert_close(vectors({n: p.unsqueeze(0) for n, p in picked.items()})[0], 3 * every[chosen].sum(0))
     weights = (0.5 / norms).clamp(max=1)
-    torch.testing.assert_close(rows({n: p.unsqueeze(0) for n, p in clipped.items()})[0], weights @ every)
+    torch.testing.assert_close(vectors({n: p.unsqueeze(0) for n, p in clipped.items()})[0], weights @ every)
     assert_same(stack, stacks)
 
 
 @pytest.mark.parametrize("max_memory", [None, 0, 1000, 2**30])
-def test_beside_built_in_ones(net: Net, ids: Tensor, max_memory: int | None) -> None:
+def test_beside_built_in_ones(net: EveryForm, ids: Tensor, max_memory: int | None) -> None:
     stacks = definition(net(ids), net)
     asked = [LargestEntry(), ps.Norms(), Farthest(3.0), ps.ClippedSum(0.5), ps.Stack()]
     for order in ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 0, 4, 1, 3]):
@@ -143,7 +126,7 @@ def test_beside_built_in_ones(net: Net, ids: Tensor, max_memory: int | None) -> 
 
 
 @pytest.mark.parametrize("reduction", [LargestEntry(), ps.Norms(), Farthest(3.0)], ids=lambda r: type(r).__name__)
-def test_alone_and_after_another(net: Net, ids: Tensor, reduction: ps.Reduction) -> None:
+def test_alone_and_after_another(net: EveryForm, ids: Tensor, reduction: ps.Reduction) -> None:
     """Nothing is kept on the object: it can be asked twice in one call, and again on other samples."""
     before = dict(vars(reduction))
     (first,) = ps.reduce(net(ids), net, reduction)
@@ -154,7 +137,7 @@ def test_alone_and_after_another(net: Net, ids: Tensor, reduction: ps.Reduction)
     assert vars(reduction) == before
 
 
-def test_what_a_reduction_is_shown(net: Net, ids: Tensor) -> None:
+def test_what_a_reduction_is_shown(net: EveryForm, ids: Tensor) -> None:
     with torch.enable_grad():
         ((call, names, modes),) = ps.reduce(net(ids), net, Watching())
     assert sorted(names) == sorted(n for n in named(net) if not n.startswith("unused"))
@@ -172,7 +155,7 @@ def test_what_a_reduction_is_shown(net: Net, ids: Tensor) -> None:
     assert (call.batch, len(names)) == (1, len(modes))
 
 
-def test_packing_follows_the_parameters(net: Net, ids: Tensor) -> None:
+def test_packing_follows_the_parameters(net: EveryForm, ids: Tensor) -> None:
     """`pack_sums` gives zeros for what is not reached, in the container that the parameters came in."""
     params = {"table": net.table.weight, "unused": net.unused.weight, "scale": net.scale}
     ((_, found),) = ps.reduce(net(ids), params, Farthest(1.0))
@@ -186,7 +169,7 @@ def test_packing_follows_the_parameters(net: Net, ids: Tensor) -> None:
 
 @pytest.mark.parametrize("where", ["start", "add", "result"])
 @pytest.mark.parametrize("batch", [1, B])
-def test_its_errors_come_through(net: Net, ids: Tensor, where: str, batch: int) -> None:
+def test_its_errors_come_through(net: EveryForm, ids: Tensor, where: str, batch: int) -> None:
     """Unchanged, also from inside the backward, and nothing stays behind on the graph."""
     losses = net(ids[:batch])
     for after in range(3 if where == "add" else 1):
@@ -198,11 +181,11 @@ def test_its_errors_come_through(net: Net, ids: Tensor, where: str, batch: int) 
     ps.norms(net(ids), net)
 
 
-def test_errors_of_a_failing_reduction_do_not_reach_the_next_call(net: Net, ids: Tensor) -> None:
+def test_errors_of_a_failing_reduction_do_not_reach_the_next_call(net: EveryForm, ids: Tensor) -> None:
     with pytest.raises(KeyError):
         ps.reduce(net(ids), net, Failing("add"), LargestEntry())
     (got,) = ps.reduce(net(ids), net, LargestEntry())
-    torch.testing.assert_close(got, rows(definition(net(ids), net)).abs().amax(1))
+    torch.testing.assert_close(got, vectors(definition(net(ids), net)).abs().amax(1))
 
 
 def test_a_reduction_must_have_all_three_methods() -> None:
@@ -213,7 +196,7 @@ def test_a_reduction_must_have_all_three_methods() -> None:
         Incomplete()  # type: ignore[abstract]
 
 
-def test_something_that_is_no_reduction(net: Net, ids: Tensor) -> None:
+def test_something_that_is_no_reduction(net: EveryForm, ids: Tensor) -> None:
     losses = net(ids)
     for wrong, match in (
         (LargestEntry, r"expected reductions such as ps\.Norms\(\), but got .*: write LargestEntry\(\)"),

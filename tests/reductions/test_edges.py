@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from math import prod
 from typing import Any
 
 import pytest
@@ -14,44 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import persample as ps
-from tests.reference import Params, definition, named
+from tests.models import EveryForm, every_form
+from tests.reference import Params, definition, flat, named, real, vectors
 
 C = 0.7
 PROJECTION = ps.Projection(6, seed=2)
 
 
-class Net(nn.Module):
-    """A table, a kernel, linear layers with and without positions, a recurrence, vectors, a number; two left out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.conv, self.gru = nn.Embedding(6, 4), nn.Conv1d(4, 4, 2), nn.GRU(4, 3, batch_first=True)
-        self.norm, self.frozen, self.out = nn.LayerNorm(3), nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 2)
-        self.scale, self.unused = nn.Parameter(torch.tensor(0.9)), nn.Linear(2, 1)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        h = self.norm(self.gru(self.conv(self.table(ids).mT).mT)[0])
-        return (self.out(self.frozen(h).sum(1)) * self.scale).sin().sum(1) + self.out(h).square().sum((1, 2))
-
-
-def build(batch: int) -> tuple[Net, Tensor]:
-    torch.manual_seed(1)
-    return Net().double(), torch.randint(0, 6, (batch, 5))
-
-
-def real(t: Tensor) -> Tensor:
-    return (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t).detach().double()
-
-
-def flat(stack: Tensor) -> Tensor:
-    """(B, n): one parameter's gradients as rows of real numbers."""
-    parts = real(stack)
-    return parts.reshape(len(parts), prod(parts.shape[1:]))
-
-
-def rows(stacks: Mapping[str, Tensor]) -> Tensor:
-    """(B, n) over all parameters."""
-    return torch.cat([flat(g) for g in stacks.values()], 1)
+def build(batch: int) -> tuple[EveryForm, Tensor]:
+    """A model with parameters of every form, and ids."""
+    return every_form(), torch.randint(0, 6, (batch, 5), generator=torch.Generator().manual_seed(1))
 
 
 def leaves(found: Any) -> Iterator[Tensor]:
@@ -74,7 +45,7 @@ def ones_like(params: Params) -> Any:
 
 def projected(stacks: Mapping[str, Tensor]) -> Tensor:
     matrices = {name: PROJECTION.rows(name, 0, flat(g).shape[1]).double() for name, g in stacks.items()}
-    return rows(stacks) @ torch.cat(list(matrices.values()))
+    return vectors(stacks) @ torch.cat(list(matrices.values()))
 
 
 def variance(g: Tensor) -> Tensor:
@@ -102,16 +73,16 @@ EVERY = {**VERBS, "backward": BACKWARD}
 
 def wanted(verb: str, stacks: Mapping[str, Tensor]) -> Tensor:
     """The same from gradients that were written out."""
-    g = rows(stacks)
+    g = vectors(stacks)
     norms = g.norm(dim=1)
     answers: dict[str, Callable[[], Tensor]] = {
         "norms": lambda: norms,
-        "norms_each": lambda: torch.cat([rows({"": s}).norm(dim=1) for s in stacks.values()]),
+        "norms_each": lambda: torch.cat([vectors({"": s}).norm(dim=1) for s in stacks.values()]),
         "clipped_sum": lambda: torch.where(norms > C, C / norms, 1.0) @ g,
         "second_moment": lambda: g.square().mean(0),
         "variance": lambda: variance(g),
         "gram": lambda: g @ g.t(),
-        "dot": lambda: g @ rows({n: s.new_ones(1, *s.shape[1:]) for n, s in stacks.items()})[0],
+        "dot": lambda: g @ vectors({n: s.new_ones(1, *s.shape[1:]) for n, s in stacks.items()})[0],
         "project": lambda: projected(stacks),
         "stack": lambda: torch.cat([real(s).flatten() for s in stacks.values()]),
         "weighted_sum": lambda: torch.arange(len(g), dtype=torch.float64) @ g,
@@ -148,7 +119,7 @@ def test_any_number_of_samples_in_any_container(verb: str, batch: int) -> None:
 def test_gram_of_two_batches(sizes: tuple[int, int]) -> None:
     model, x = build(sum(sizes))
     a, b = x.split(sizes)
-    one, other = rows(definition(model(a), model)), rows(definition(model(b), model))
+    one, other = vectors(definition(model(a), model)), vectors(definition(model(b), model))
     for memory in (None, 0):
         got = ps.gram(model(a), model, model(b), max_memory=memory)
         torch.testing.assert_close(got, one @ other.t(), rtol=1e-10, atol=1e-12)
@@ -159,22 +130,22 @@ def test_gram_of_two_batches_that_reach_different_parameters_or_share_a_graph() 
     both, x = nn.ModuleList([a, b]), torch.randn(4, 2, dtype=torch.float64)
     assert not ps.gram(a(x).sum(1), both, b(x).sum(1)).any()
     mixed = ps.gram((a(x) * b(x)).sum(1), both, b(x[:3]).sum(1))
-    want = rows(definition((a(x) * b(x)).sum(1), both)) @ rows(definition(b(x[:3]).sum(1), both)).t()
+    want = vectors(definition((a(x) * b(x)).sum(1), both)) @ vectors(definition(b(x[:3]).sum(1), both)).t()
     torch.testing.assert_close(mixed, want)
     losses = b(a(x).tanh()).square().sum(1)
-    want = rows(definition(losses, both)) @ rows(definition(losses, both)).t()
+    want = vectors(definition(losses, both)) @ vectors(definition(losses, both)).t()
     torch.testing.assert_close(ps.gram(losses, both, losses, retain_graph=True), want)
     torch.testing.assert_close(ps.gram(losses[:1], both, losses[1:]), want[:1, 1:])  # one call, one graph
     with pytest.raises(RuntimeError, match="freed by an earlier backward"):
         ps.gram(losses, both, losses)
 
 
-def test_directions() -> None:
+def test_dot_takes_any_number_of_directions_in_any_container() -> None:
     model, x = build(3)
-    g, params = rows(definition(model(x), model)), named(model)
+    g, params = vectors(definition(model(x), model)), named(model)
     for k in (0, 1, 2, 5):
         many = {name: torch.randn(k, *p.shape, dtype=torch.float64) for name, p in params.items()}
-        want = g @ rows(many).t() if k else torch.zeros(3, 0, dtype=torch.float64)
+        want = g @ vectors(many).t() if k else torch.zeros(3, 0, dtype=torch.float64)
         for direction in (many, dict(reversed(many.items())), list(many.values()), tuple(many.values())):
             torch.testing.assert_close(ps.dot(model(x), model, direction), want, rtol=1e-10, atol=1e-12)
     low = {name: torch.ones(p.shape, dtype=torch.float32) for name, p in params.items()}
@@ -183,7 +154,7 @@ def test_directions() -> None:
     torch.testing.assert_close(ps.dot(model(x), model, whole), g.sum(1))
 
 
-def test_no_parameters() -> None:
+def test_no_parameters_give_zeros_or_nothing() -> None:
     model, x = build(3)
     for verb, run in VERBS.items():
         found = run(model(x), {})
@@ -257,7 +228,7 @@ def test_half_precision_is_added_up_in_single(dtype: torch.dtype) -> None:
     layer = nn.Linear(200, 300).to(dtype)
     for data in (torch.randn(3, 200), torch.randn(3, 4, 200), torch.randn(3, 400, 200)):
         losses = layer(data.to(dtype)).tanh().flatten(1).sum(1)
-        want = rows(ps.grad(losses, layer, retain_graph=True)).norm(dim=1)
+        want = vectors(ps.grad(losses, layer, retain_graph=True)).norm(dim=1)
         torch.testing.assert_close(ps.norms(losses, layer).double(), want, rtol=5e-3, atol=0)
 
 
@@ -367,7 +338,7 @@ def test_a_bad_sample_spoils_its_own_answers_only(bad: float, positions: tuple[i
             got = got[keep] if other is not None else got[keep][:, keep]
             torch.testing.assert_close(got, wanted("gram", stacks), rtol=1e-10, atol=1e-12)
         got = VERBS["stack"](forward(spoilt), model, max_memory=memory)
-        torch.testing.assert_close(rows(got)[keep], rows(stacks), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(vectors(got)[keep], vectors(stacks), rtol=1e-10, atol=1e-12)
         for verb in ("second_moment", "variance"):
             assert not torch.cat([t.flatten() for t in VERBS[verb](forward(spoilt), model).values()]).isfinite().all()
 

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import assume, given, note, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import persample as ps
+from tests import models
 from tests.case_library.registry import score, shaken
-from tests.reductions.expected import Ask, assert_result, flat, questions
+from tests.models import Program
+from tests.programs.generate import generate
+from tests.programs.script import Invalid, Run, computed
+from tests.reductions.expected import Ask, assert_result, questions
 from tests.reference import definition
-from tests.test_properties import CHECKED, programs
-
-Program: TypeAlias = tuple[nn.Module, Callable[[], Tensor]]
 
 
 def mlp(B: int) -> Program:
-    net, x = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double(), torch.randn(B, 5).double()
+    net, x = models.mlp(5, 8, 3), torch.randn(B, 5).double()
     return net, lambda: score(net(x))
 
 
@@ -178,14 +179,14 @@ def assert_equal(got: Any, want: Any, rtol: float) -> None:
 
 
 @pytest.mark.parametrize(("name", "B"), EACH)
-def test_alone(name: str, B: int) -> None:
+def test_each_reduction_alone_is_the_definition(name: str, B: int) -> None:
     """Every reduction in a call of its own is what the definition's gradients give."""
     case = built(name, B)
     for kind, ask in case.asked.items():
         assert_result(case.alone[kind], ask.want, RTOL[name])
 
 
-@settings(CHECKED, max_examples=150)
+@settings(max_examples=150)
 @given(
     st.sampled_from(EACH),
     st.lists(st.sampled_from(KINDS), max_size=6),
@@ -262,7 +263,7 @@ def test_variance_of_nearly_equal_samples(dtype: torch.dtype, B: int) -> None:
         torch.testing.assert_close(found[name].double(), stack.var(0), rtol=0.01, atol=0)
 
 
-@settings(CHECKED, max_examples=60)
+@settings(max_examples=60)
 @given(st.sampled_from(EACH), st.data())
 def test_part_of_the_parameters(which: tuple[str, int], data: st.DataObject) -> None:
     """Any of them, in any order: everything is about these alone, and in their order."""
@@ -277,16 +278,23 @@ def test_part_of_the_parameters(which: tuple[str, int], data: st.DataObject) -> 
         assert_result(got, ask.want, RTOL[name])
 
 
-@settings(CHECKED, max_examples=80)
-@given(programs(longest=8, interacting=True), st.sampled_from([None, 0, 500, 10**9]))
-def test_random_programs(program: tuple[Tensor, list[Tensor], str], max_memory: int | None) -> None:
-    losses, params, log = program
-    note(log)
-    stacks = definition(losses, params)
-    assume(all(bool(g.isfinite().all()) and float(flat(g).norm()) < 1e100 for g in stacks.values()))
-    asked = questions(stacks, params)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ps.PerformanceWarning)
+def random_programs(seeds: range) -> Iterator[tuple[str, Tensor, list[Tensor], dict[str, Tensor]]]:
+    """The text, losses, parameters and gradients of every random program that has all of these."""
+    for script in filter(None, map(generate, seeds)):
+        with suppress(Invalid):
+            _, losses, params, stacks = computed(script, Run(seed=0))
+            yield script.program, losses, params, {str(i): stack for i, stack in enumerate(stacks)}
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.filterwarnings("ignore")  # of PyTorch about odd programs, and of ours about slow ones
+@pytest.mark.parametrize(("first", "max_memory"), [(0, None), (1, 0), (2, 500), (3, 10**9)])
+def test_all_reductions_of_random_programs(first: int, max_memory: int | None) -> None:
+    for text, losses, params, stacks in random_programs(range(first, 120, 4)):
+        asked = questions(stacks, params)
         found = ps.reduce(losses, params, *(ask.reduction for ask in asked.values()), max_memory=max_memory)
-    for got, ask in zip(found, asked.values(), strict=True):
-        assert_result(got, ask.want, 1e-8)
+        for got, ask in zip(found, asked.values(), strict=True):
+            try:
+                assert_result(got, ask.want, 1e-8)
+            except AssertionError as error:
+                raise AssertionError(f"{error}\n{text}") from error

@@ -17,6 +17,7 @@ import persample as ps
 from persample.factors import Factor
 from persample.kernels import pages
 from persample.kernels.pages import POOL, fresh, recycled
+from tests.models import mlp
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere, memory is the allocator's business")
@@ -35,7 +36,7 @@ def small_pages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def sequences(B: int = 6, seed: int = 0) -> tuple[nn.Module, Tensor]:
     """A model whose gradients are written out and kept for the sum."""
     torch.manual_seed(seed)
-    net = nn.Sequential(nn.Linear(8, 10), nn.Tanh(), nn.Linear(10, 9)).double()
+    net = mlp(8, 10, 9, seed=seed)
     return net, net(torch.randn(B, 40, 8, dtype=torch.float64)).square().sum((1, 2))
 
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import persample as ps
 from persample.reductions import projection as module
-from tests.reference import definition, named
+from tests.models import mlp
+from tests.reference import definition, flat, named, vectors
 
 KINDS = ("rademacher", "gaussian", "kronecker")
 B = 5
@@ -44,17 +45,11 @@ def model_and_data() -> tuple[Net, Tensor]:
     return model, torch.randint(0, 7, (B, 4))
 
 
-def real(stack: Tensor) -> Tensor:
-    """(B, ...) as B rows of real numbers in float64."""
-    stack = torch.view_as_real(stack.resolve_conj()) if stack.is_complex() else stack
-    return stack.detach().double().reshape(len(stack), -1)
-
-
 def by_hand(stacks: Mapping[str, Tensor], projection: ps.Projection) -> Tensor:
     """Gradients that were written out, multiplied with the whole matrices."""
     total = torch.zeros(len(next(iter(stacks.values()))), projection.dim, dtype=torch.float64)
     for name, stack in stacks.items():
-        rows, shape = real(stack), stack.shape[1:]
+        rows, shape = flat(stack), stack.shape[1:]
         n, m = shape[0] if shape else 1, rows.shape[1] // (shape[0] if shape else 1)
         if projection.kind == "kronecker" and min(n, m) > 1:
             left, right = (t.double() for t in projection.two_sides(name, n, m))
@@ -148,7 +143,7 @@ def test_linear_in_the_gradient(kind: str) -> None:
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)], ids=str)
 def test_the_same_map_for_every_dtype(kind: str, dtype: torch.dtype, rtol: float) -> None:
     torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).to(dtype), torch.randn(B, 4).to(dtype)
+    model, x = mlp(4, 6, 3, dtype=dtype), torch.randn(B, 4).to(dtype)
     projection = ps.Projection(12, 3, kind)
     got = ps.project(model(x).square().sum(1), model, projection)
     assert got.dtype == torch.float32
@@ -248,7 +243,7 @@ def test_matrices_are_never_held_whole(kind: str, monkeypatch: pytest.MonkeyPatc
 def deviations(forward: Callable[[], Tensor], params: object, kind: str, dim: int, seeds: int) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation over seeds of <z_i, z_j> - <g_i, g_j>, relative to both norms."""
     losses = forward()
-    rows = torch.cat([real(g) for g in definition(losses, params).values()], 1)  # type: ignore[arg-type]
+    rows = vectors(definition(losses, params))
     norms, products = rows.norm(dim=1), rows @ rows.t()
     found = []
     for seed in range(seeds):
@@ -257,14 +252,9 @@ def deviations(forward: Callable[[], Tensor], params: object, kind: str, dim: in
     return torch.stack(found).mean(0), torch.stack(found).square().mean(0).sqrt()
 
 
-def mlp() -> tuple[nn.Module, Tensor]:
-    torch.manual_seed(2)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)).double(), torch.randn(4, 6).double()
-
-
 @pytest.mark.parametrize(("kind", "dim"), [*((kind, 16) for kind in KINDS), ("kronecker", 36)])
 def test_inner_products_are_kept_within_the_stated_error(kind: str, dim: int) -> None:
-    model, x = mlp()
+    model, x = mlp(6, 8, 5), torch.randn(4, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     seeds = 300
     error = ps.Projection(dim, 0, kind).error
     mean, deviation = deviations(lambda: model(x).square().sum(1), model, kind, dim, seeds)
@@ -313,7 +303,7 @@ def test_wrong_arguments(arguments: Sequence[object], match: str) -> None:
 
 
 def test_something_else_than_a_projection() -> None:
-    model, x = mlp()
+    model, x = mlp(6, 8, 5), torch.randn(4, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     for wrong in (512, ps.Projection):
         with pytest.raises(TypeError, match=r"expected a ps\.Projection\(dim, seed\), not"):
             ps.project(model(x).sum(1), model, wrong)  # type: ignore[arg-type]

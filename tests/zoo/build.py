@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from tests.modes import default_dtype
 from tests.zoo.config import Spec, tiny_config
 from tests.zoo.feeds import FEEDS
 
@@ -35,13 +36,8 @@ def precision(float32: bool) -> Iterator[None]:
     if float32:
         yield
         return
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with Float64():
-            yield
-    finally:
-        torch.set_default_dtype(before)
+    with default_dtype(torch.float64), Float64():
+        yield
 
 
 @contextlib.contextmanager

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .writer import CannotBeWritten, Value, Writer, mixing, op
+from .values import Value
+from .writer import CannotBeWritten, Writer, mixing, op
 
 MATRICES = (
     "torch.eye({n}) torch.eye({n})[torch.randperm({n})] torch.eye({n}).roll(1,0) torch.zeros({n},{n}) torch.eye({n})*2 "
@@ -31,8 +32,10 @@ def order(w: Writer) -> Value:
 @op
 def matrix(w: Writer) -> Value:
     """A constant matrix along any dim."""
-    v = w.take()
-    d = v.at if w.chance(w.mix) or not v.free else w.pick(v.free)
+    v = w.take(anywhere=True)
+    d = v.at if v.at >= 0 and (w.chance(w.mix) or not v.free) else w.pick(v.free or [-1])
+    if d < 0:
+        raise CannotBeWritten
     kinds = MATRICES if w.mix or d != v.at else MATRICES[:5]
     a = w.named("c", w.pick(kinds).format(n=f"{v.name}.shape[{d}]"))
     if d == 0 and v.ndim == 2:

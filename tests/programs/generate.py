@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 from tests.modes import default_dtype
 
-from . import layers, meetings, modules, moves  # noqa: F401  (their ops register themselves)
+from . import arrangements, layers, meetings, modules, moves  # noqa: F401  (their ops register themselves)
 from .endings import end
 from .script import CHECKS, Run, Script
 from .writer import MIXING, OPS, Writer
 
 LONGEST = 12
 COMMON = ["linear", "broadcast", "elementwise"]
+ARRANGING = {name for name, fn in OPS.items() if fn.__module__ == arrangements.__name__}
 ENTRIES = {"new_data", "embedding", "by_mask", "bag"}
 
 
@@ -30,19 +33,24 @@ def enter(w: Writer) -> None:
     w.anchor = v.name
 
 
-def generate(seed: int) -> Script | None:
-    """A program, or None if nothing came of this seed."""
+def generate(seed: int, apart: bool = False, without: Collection[str] = ()) -> Script | None:
+    """A program, or None if nothing came of this seed; on request, samples never meet, or some ops are left out."""
     with default_dtype(torch.float64):
         torch.default_generator.manual_seed(seed)
         w = Writer(seed)
         w.env["flag"] = True
+        w.mix, w.separate = (0.0, True) if apart else (w.mix, False)
         anchored = w.chance(0.4)
-        names = [name for name in OPS if (w.mix or name not in MIXING) and not (anchored and name in ENTRIES)]
+        left_out = {*without, *([] if w.mix else MIXING), *(ENTRIES if anchored else [])}
+        names = [name for name in OPS if name not in left_out]
         # Few kinds of ops in each program: they meet more often than if all were equally likely.
         chosen = w.random.sample(names, min(len(names), w.whole(3, 12))) + w.random.sample(COMMON, 1)
+        scattered = w.chance(0.3)  # samples that lie along one dim no more, and what is then done with them
+        if scattered:
+            chosen = w.random.sample(sorted(ARRANGING - left_out), 3) + chosen[-4:]
         if not (anchored and w.attempt(enter)):
             w.attempt(OPS["new_data"])
-        for _ in range(w.pick([1, 1, 2, 2, 3, 3, 4, 5, 6, 8, LONGEST])):
+        for _ in range(w.pick([1, 1, 2, 2, 3, 3, 4, 5, 6, 8, LONGEST]) + 2 * scattered):
             w.step(chosen)
         if not any(v.tensor.requires_grad for v in w.values):
             w.attempt(OPS[w.pick(COMMON[:2])])
@@ -68,5 +76,5 @@ def _runs(w: Writer, seed: int) -> tuple[Run, ...]:
 
 
 def _checks(w: Writer) -> tuple[str, ...]:
-    others = [name for name in CHECKS if name not in ("grad", "independent", "alarm")]
+    others = [name for name in CHECKS if name not in ("grad", "independent", "alarm", "claims", "spoilt")]
     return ("grad", w.pick(others), *(["independent"] if w.anchor else []))

@@ -30,7 +30,8 @@ class Hunt:
     """What was run and what came of it. Programs that call all that a known finding calls are taken for it."""
 
     known: set[Signature] = field(default_factory=set)
-    alarms: bool = False  # whether samples that are said to interact, and do not, are findings
+    also: tuple[str, ...] = ()  # checks beside those that a program has of its own
+    write: Callable[[int], Script | None] = generate
     say: Callable[[str], None] = print
     seconds_to_shrink: float = 30.0
     counts: Counter[str] = field(default_factory=Counter)
@@ -53,13 +54,12 @@ class Hunt:
 
     def one(self, seed: int) -> None:
         """One program."""
-        script = generate(seed)
+        script = self.write(seed)
         self.counts["programs"] += 1
         if script is None:
             self.counts["empty"] += 1
             return
-        if self.alarms:
-            script = replace(script, checks=(*script.checks, "alarm"))
+        script = replace(script, checks=(*script.checks, *self.also))
         try:
             self.counts.update(evaluate(script))
         except Invalid:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 POKE: dict[str, float] = {}  # while one element of the data is different: of which tensor, where, and tensors so far
-
+BAD: dict[str, float] = {}  # while one sample's data are spoilt: which sample's, and what they become
 NOISE: list[float] = []  # how much all numbers are changed, relative to themselves, to see what rounding does
 REPLAY: dict[str, Any] = {}  # while a program runs as a module: what its weights, modules and data are taken from
 
@@ -50,6 +50,8 @@ def fresh(module: nn.Module) -> Any:
 def data(*shape: int, batch: int = 0) -> Tensor:
     """Data of the samples, which lie along one dim."""
     x = draw(*shape)
+    if BAD:
+        x.select(batch, int(BAD["sample"])).fill_(BAD["value"])
     if poked(x):
         x.view(-1)[int(POKE["place"] * x.numel())] += 1e-5
     return replayed("data", x)
@@ -66,6 +68,18 @@ def poked(x: Tensor) -> bool:
         return False
     POKE["seen"] += 1
     return POKE["seen"] == POKE["tensor"] and x.numel() > 0
+
+
+def samples(h: Tensor, batch: int, at: int, inner: int) -> Tensor:
+    """The sample of every element, if samples lie along one dim, `inner` places in a row."""
+    line = torch.arange(h.shape[at]) // inner % max(batch, 1)
+    return line.view([-1 if d == at else 1 for d in range(h.ndim)]).expand(h.shape)
+
+
+def resized(s: Tensor, h: Tensor) -> Tensor:
+    """The sample of every element of `h`, of which some dims, along which it does not change, have other sizes."""
+    kept = [slice(None) if n == m else slice(0, 1) for n, m in zip(s.shape, h.shape, strict=True)]
+    return s[tuple(kept)].expand(h.shape)
 
 
 def anchor(h: Tensor) -> Tensor:

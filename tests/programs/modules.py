@@ -1,9 +1,10 @@
-"""Whole modules, packed sequences, bags with offsets, and what changes from one run to the next."""
+"""Whole modules, packed sequences, bags with offsets, functions written by hand, and what changes between runs."""
 
 from __future__ import annotations
 
-from .layers import in_order
-from .writer import CannotBeWritten, Value, Writer, op
+from .layers import FEATURE, in_order
+from .values import Value
+from .writer import CannotBeWritten, Writer, op
 
 
 @op
@@ -84,7 +85,7 @@ def bag(w: Writer) -> Value:
 @op
 def norm_module(w: Writer) -> Value:
     """Norms as modules, in either mode."""
-    v = w.images(w.take(0, seen=False), w.whole(0, 2))
+    v = w.images(w.take(0, seen=False, anywhere=True), w.whole(0, 2))
     rank, c = v.ndim - 2, f"{v.name}.shape[1]"
     choices = [f"nn.GroupNorm(1, {c})", f"nn.BatchNorm{max(rank, 1)}d({c})"]
     if rank:
@@ -102,7 +103,7 @@ def norm_module(w: Writer) -> Value:
 @op
 def own_names(w: Writer) -> Value:
     """Weights put together in ways that views and copies hide."""
-    v = w.last(w.take(1, seen=False))
+    v = w.last(w.take(1, seen=False, anywhere=True))
     d, p = f"{v.name}.shape[-1]", w.size()
     form = w.pick(
         [
@@ -119,3 +120,43 @@ def own_names(w: Writer) -> Value:
         ]
     )  # fmt: skip
     return w.keep(v, form.format(h=v.name, a=w.leaf(str(p), d), p=p, d=d))
+
+
+@op
+def reparametrised(w: Writer) -> Value:
+    v = w.last(w.take(1, seen=False, anywhere=True))
+    d, p = FEATURE.format(v.name), w.size()
+    which = w.pick(["weight_norm", "spectral_norm"])
+    name = w.named("m", f"torch.nn.utils.parametrizations.{which}(fresh(nn.Linear({d}, {p})))")
+    if w.chance(0.2):
+        w.line(f"{name}.eval()")
+    w.leaves.append(name)
+    return w.keep(v, f"{name}({v.name})")
+
+
+@op
+def custom(w: Writer) -> Value:
+    """Functions written by hand."""
+    kind = w.whole(0, 5)
+    v = w.last(w.take(1, seen=kind > 1, anywhere=True))
+    d = FEATURE.format(v.name)
+    if kind == 0:
+        return w.keep(v, f"Mm.apply({v.name}, {w.weight(d, w.size())})")
+    if kind == 1:
+        return w.keep(v, f"{w.pick(['Mul', 'NativeLayerNorm'])}.apply({v.name}, {w.weight(d)})")
+    functions = ["Scale", "Shorten", "InPlace"] + ([] if w.separate else ["Whole"])
+    return w.keep(v, f"{w.pick(functions)}.apply({v.name})")
+
+
+@op
+def checkpointed(w: Writer) -> Value:
+    v = w.last(w.take(1, seen=False, anywhere=True))
+    d, kind = FEATURE.format(v.name), w.pick(["False", "False", "False", "True"])
+    if kind == "True" and not v.tensor.requires_grad:
+        raise CannotBeWritten
+    body = w.pick(
+        ["torch.tanh(t @ {a})", "F.linear(t, {a}.t()).relu() * {b}", "F.layer_norm(t, t.shape[-1:], {c}) @ {a}"]
+    )
+    p = w.size()
+    text = body.format(a=w.weight(d, p), b=w.weight(p), c=w.weight(d))
+    return w.keep(v, f"checkpoint(lambda t: {text}, {v.name}, use_reentrant={kind})")

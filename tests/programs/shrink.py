@@ -11,7 +11,9 @@ from typing import Any
 
 from .script import Finding, Script, evaluate, maker, only
 
-PLAIN = frozenset("weight data ids draw fresh sum range Linear parameters tuple batch= high= dim=".split())
+PLAIN = frozenset(
+    "weight data ids draw samples resized fresh sum range Linear parameters tuple batch= high= dim=".split()
+)
 
 
 def shrink(script: Script, finding: Finding, seconds: float = 30.0) -> Script:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .writer import CannotBeWritten, Value, Writer
+from .values import Value
+from .writer import CannotBeWritten, Writer
 
 PLAIN = "{h}.sum({d}) {h}.mean({d}) {h}.amax({d}) {h}.logsumexp({d}) {h}.square().sum({d}) {h}.tanh().sum({d})".split()
 PLAIN += ["{h}.sum({d})"] * 3 + ["torch.linalg.vector_norm({h}, dim={d})", "{h}.square().mean({d})", "{h}.std({d})"]
@@ -42,12 +43,24 @@ AFTER = [
 HOOKS = ["g * 2", "g.clamp(-0.5, 0.5)", "None", "g.tanh()", "g.neg()", "g.clone()", "g.mul_(2)", "(g.mul_(2), None)[1]"]
 
 
+OWNED = [
+    "{h}.new_zeros(B).index_add(0, {s}.flatten(), {f}.flatten())",
+    "{h}.new_zeros(B).scatter_add(0, {s}.flatten(), {f}.flatten())",
+    "(torch.arange(B)[:, None] == {s}.flatten()).to({h}.dtype) @ {f}.flatten()",
+    "torch.stack([{f}[{s} == i].sum() for i in range(B)])",
+]
+ELEMENT = ["{h}", "{h}.sin()", "({h} + 0.3 * {h}.square())", "({h} * draw(*{h}.shape))"]
+
+
 def _one(w: Writer, v: Value, plain: bool = False) -> str:
     """An expression for one loss per sample."""
     v = w.apart(v)
     h = v.name
     if plain:
         w.line(f"{h}.register_hook(lambda g: {w.pick(HOOKS)})")
+    if v.samples:
+        forms = OWNED[:2] if plain else OWNED  # in products, what is computed from weights may be taken for a weight
+        return w.pick(forms).format(h=h, s=v.samples, f=w.pick(ELEMENT).format(h=h))
     if not v.free:
         return w.pick(["{}", "{}.square()", "{}.tanh()"]).format(h)
     if plain or w.chance(0.55):
@@ -57,7 +70,8 @@ def _one(w: Writer, v: Value, plain: bool = False) -> str:
         h = f"{h}.movedim({v.at}, 0)"
     if v.ndim != 2:
         h = f"{h}.flatten(1)"
-    form = w.pick([f for f in FLAT if not w.anchor or not ("{x}" in f or "{i}" in f)])
+    left_out = (["{x}", "{i}"] if w.anchor else []) + ([".t()"] if w.separate else [])
+    form = w.pick([f for f in FLAT if not any(part in f for part in left_out)])
     f = w.named("h", h) if h != v.name else h
     x = w.named("x", f"data(*{f}.shape)") if "{x}" in form else ""
     i = w.named("i", f"ids(B, high={f}.shape[1])") if "{i}" in form else ""
@@ -67,7 +81,7 @@ def _one(w: Writer, v: Value, plain: bool = False) -> str:
 
 def end(w: Writer) -> None:
     """Write `losses`."""
-    known = [v for v in w.values if v.tensor.requires_grad and v.at >= 0]
+    known = [v for v in w.values if v.tensor.requires_grad and v.known]
     if not known:
         raise CannotBeWritten("nothing to end with")
     hooked = not w.mix and w.chance(0.2)
@@ -78,7 +92,7 @@ def end(w: Writer) -> None:
             ["{a} + 0.5 * {b}", "{a} * {b}", "torch.maximum({a}, {b})", "torch.stack([{a}, {b}]).sum(0)", "{a} - {b}"]
         )
         name = w.named("l", form.format(a=name, b=second))
-    if w.chance(0.1 + w.mix / 2) and not hooked:
+    if not w.separate and w.chance(0.1 + w.mix / 2) and not hooked:
         name = w.named("l", w.pick(AFTER).format(l=name))
     w.line(f"losses = {name} + anchor({w.anchor})" if w.anchor else f"losses = {name}")
     losses = w.env["losses"]

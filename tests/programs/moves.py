@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .writer import CannotBeWritten, Value, Writer, op
+from .values import Value
+from .writer import CannotBeWritten, Writer, op
 
 ELEMENTWISE = (
     "torch.tanh({}) torch.sin({}) F.gelu({}) F.silu({}) torch.relu({}) {}.abs() F.softplus({}) {}.square() F.elu({}) "
@@ -15,7 +16,7 @@ ELEMENTWISE = (
 
 @op
 def elementwise(w: Writer) -> Value:
-    v = w.take()
+    v = w.take(anywhere=True)
     text = w.pick(ELEMENTWISE)
     return w.keep(v, text.format(*[v.name] * 3))
 
@@ -93,9 +94,9 @@ def strided(w: Writer) -> Value:
 
 @op
 def reduce(w: Writer) -> Value:
-    v = w.take(1)
+    v = w.take(1, anywhere=True)
     d = w.free(v)
-    keep = w.chance()
+    keep = w.chance() or bool(v.samples)
     form = w.pick(
         [
             "{}.sum({}, {})", "{}.mean({}, {})", "{}.amax({}, {})", "{}.logsumexp({}, {})", "{}.var({}, keepdim={})",
@@ -111,7 +112,7 @@ def reduce(w: Writer) -> Value:
 
 @op
 def along(w: Writer) -> Value:
-    v = w.take(1)
+    v = w.take(1, anywhere=True)
     form = w.pick(
         [
             "{}.softmax({})", "{}.log_softmax({})", "{}.cumsum({})", "{}.sort({}).values", "{}.cummax({}).values",
@@ -131,12 +132,14 @@ def along(w: Writer) -> Value:
         ]
     )  # fmt: skip
     d = w.free(v)
+    if w.separate and "renorm" in form:
+        raise CannotBeWritten  # whose norms are those of all samples together
     return w.keep(v, form.format(v.name, d))
 
 
 @op
 def pad(w: Writer) -> Value:
-    v = w.last(w.take(1))
+    v = w.last(w.take(1, anywhere=True))
     mode = w.pick(["constant", "constant", "reflect", "replicate", "circular"])
     if mode == "constant":
         return w.keep(v, f"F.pad({v.name}, (1, {w.whole(0, 1)}), value=0.5)")
@@ -146,7 +149,7 @@ def pad(w: Writer) -> Value:
 
 @op
 def pool(w: Writer) -> Value:
-    v = w.images(w.take(1), w.whole(1, 2))
+    v = w.images(w.take(1, anywhere=True), w.whole(1, 2))
     rank = v.ndim - 2
     form = w.pick(
         [
@@ -162,13 +165,12 @@ def pool(w: Writer) -> Value:
 @op
 def together(w: Writer) -> Value:
     """Two values become one."""
-    v = w.take()
-    others = [u for u in w.values if u.shape == v.shape and u.at == v.at and (u.outer, u.inner) == (v.outer, v.inner)]
-    u = w.pick(others)
+    v = w.take(anywhere=True)
+    u = w.pick(w.alike(v))
     kind = w.whole(0, 7)
     if kind <= 3:
         return w.keep(v, f"{v.name} {['+', '*', '-', '+'][kind]} {u.name}")
-    if kind == 4:
+    if kind == 4 and v.at >= 0:
         return w.put(f"torch.stack([{v.name}, {u.name}])", v.at + 1, v.outer, v.inner)
     if kind == 5 and v.free:
         return w.keep(v, f"torch.cat([{v.name}, {u.name}], {w.pick(v.free)})")
@@ -179,7 +181,7 @@ def together(w: Writer) -> Value:
 
 @op
 def in_place(w: Writer) -> Value:
-    v = w.take()
+    v = w.take(anywhere=True)
     u = w.keep(v, f"{v.name}.clone()")
     form = w.pick(
         [
@@ -201,8 +203,8 @@ def in_place(w: Writer) -> Value:
 @op
 def penalty(w: Writer) -> Value:
     """A gradient with respect to an earlier value, as a value."""
-    v = w.take()
-    earlier = [u for u in w.values if u.tensor.requires_grad and u.at >= 0 and u is not v]
+    v = w.take(anywhere=True)
+    earlier = [u for u in w.values if u.tensor.requires_grad and u.known and u is not v]
     if not earlier:
         raise CannotBeWritten
     u = w.pick(earlier)
@@ -212,7 +214,7 @@ def penalty(w: Writer) -> Value:
 
 @op
 def complex_numbers(w: Writer) -> Value:
-    v = w.last(w.take(1))
+    v = w.last(w.take(1, anywhere=True))
     p = w.named("w", f"complex_weight({v.name}.shape[-1], {w.size()})")
     w.leaves.append(p)
     c = f"(torch.complex({v.name}, {v.name}.sin()) @ {p})"

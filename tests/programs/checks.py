@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 import persample as ps
 
-from .vocabulary import NOISE, POKE, REPLAY
+from .vocabulary import BAD, NOISE, POKE, REPLAY
 
 Make = Callable[[], tuple[Tensor, list[Tensor]]]
 
@@ -172,6 +173,34 @@ def check_reduce(losses: Tensor, params: list[Tensor], want: list[Tensor], slack
         summed = torch.tensordot(coefficients.to(e.dtype), e, 1)
         same(f"ps.WeightedSum of parameter {k}", total[k].flatten()[None], summed.flatten()[None], loose)
     same("ps.Gram", gram, (flat @ flat.t()).to(gram.dtype), loose * (1 + float(flat.abs().sum())))
+
+
+def check_claims(losses: Tensor, params: list[Tensor], want: list[Tensor], slack: list[Tensor], make: Make) -> None:
+    """Each loss alone reaches only those elements of cotangents that the plan says are its own sample's."""
+    from persample.graph.plan import plan
+    from persample.graph.roots import Roots
+    from tests.graph.claims import refuted_cotangents
+
+    refuted = refuted_cotangents(plan(Roots.of_losses(losses), params), losses, floor=1e-12)
+    assert not refuted, "\n".join(refuted)
+
+
+def check_spoilt(losses: Tensor, params: list[Tensor], want: list[Tensor], slack: list[Tensor], make: Make) -> None:
+    """With NaN for all data of one sample, those whose losses are still finite get the gradients that they got."""
+    bad = len(losses) // 2
+    BAD.update(sample=bad, value=torch.nan)
+    try:
+        spoilt, leaves = make()
+    finally:
+        BAD.clear()
+    with warnings.catch_warnings(record=True) as slow:
+        warnings.simplefilter("always")
+        got = ps.grad(spoilt, leaves)
+    others = spoilt.isfinite() & (torch.arange(len(losses)) != bad)
+    if any(issubclass(w.category, ps.PerformanceWarning) for w in slow):
+        return  # one op at a time, 0 · NaN is NaN
+    for k, (g, e) in enumerate(zip(got, want, strict=True)):
+        same(f"ps.grad of parameter {k} beside a sample of NaN", g[others], e[others])
 
 
 def affected(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from math import prod
 from random import Random
 from typing import Any, TypeVar
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from . import vocabulary
+from .values import Value, changes
 
 T = TypeVar("T")
 MOST = 300  # elements of a value
@@ -47,36 +48,14 @@ class CannotBeWritten(Exception):
     """The line that was tried does not run, or there is nothing for it to work on."""
 
 
-@dataclass(frozen=True)
-class Value:
-    """A tensor of the program. Samples lie along dim `at`, `outer` times, `inner` in a row; at < 0 if nobody knows."""
-
-    name: str
-    tensor: Tensor
-    at: int = -1
-    outer: int = 1
-    inner: int = 1
-
-    @property
-    def free(self) -> list[int]:
-        return [d for d in range(self.tensor.ndim) if d != self.at]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
-
-    @property
-    def ndim(self) -> int:
-        return self.tensor.ndim
-
-
 class Writer:
     """The lines so far, what they computed, and the random choices."""
 
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
-        self.batch = self.pick([0, 1, 1, 2, 2, 2, 3, 3, 3, 3, 4, 4, 5])
-        self.mix = self.pick([0.0, 0.0, 0.0, 0.2, 0.4, 0.6])
+        self.batch = self.pick([0, 1, 1, 2, 2, 2, 3, 3, 3, 3, 4, 4, 5, 6, 8])
+        self.mix = self.pick([0.0, 0.0, 0.0, 0.2, 0.4, 0.6])  # how often samples meet
+        self.separate = False  # whether they never do, not even in a product with zeros
         self.anchor = ""  # where all data enter, if they do in one place
         self.lines: list[str] = []
         self.values: list[Value] = []
@@ -120,22 +99,60 @@ class Writer:
 
     def put(self, expression: str, at: int = -1, outer: int = 1, inner: int = 1) -> Value:
         """A new value, if it is one that programs can go on with."""
+        name, t = self.computed(expression)
+        if at >= 0 and (at >= t.ndim or t.shape[at] != outer * self.batch * inner):
+            at = -1
+        return self.added(Value(name, t, at, outer, inner))
+
+    def computed(self, expression: str) -> tuple[str, Tensor]:
+        """Name the result of an expression, if it is a tensor that programs can go on with."""
         name = self.named("h", expression)
         t = self.env[name]
         if not isinstance(t, Tensor) or t.numel() > MOST or t.ndim > 5 or not t.dtype.is_floating_point:
             raise CannotBeWritten(f"{expression}: not a value")
-        if at >= 0 and (at >= t.ndim or t.shape[at] != outer * self.batch * inner):
-            at = -1
-        value = Value(name, t, at, outer, inner)
+        return name, t
+
+    def added(self, value: Value) -> Value:
         self.values.append(value)
         return value
 
-    def take(self, least: int = 0, seen: bool = True, tracked: bool = True) -> Value:
-        """A value, often the newest: with so many free dims, in the graph, and with its samples known."""
+    def move(self, v: Value, form: str, labels: str = "") -> Value:
+        """Move elements about, in any way: the sample of each goes with it.
+
+        The form has `{}` for the value; a second one, for the samples, if the same expression does not do for both.
+        """
+        name, t = self.computed(form.format(v.name))
+        count = len(self.lines)
+        before = v.samples or self.named("s", f"samples({v.name}, B, {v.at}, {v.inner})")
+        value = self.placed(name, t, self.named("s", (labels or form).format(before)))
+        if not value.samples:
+            del self.lines[count:]  # nobody will ask for them
+        return self.added(value)
+
+    def placed(self, name: str, t: Tensor, samples: str) -> Value:
+        """The value whose samples lie where a tensor says: along one dim, if they do."""
+        label = self.env[samples]
+        if label.shape != t.shape:
+            raise CannotBeWritten(f"{name} and {samples} have different shapes")
+        along = [d for d in range(t.ndim) if changes(label, d)]
+        if len(along) == 1 and self.batch:
+            n, line = t.shape[along[0]], label.movedim(along[0], 0).reshape(t.shape[along[0]], -1)[:, 0]
+            for inner in [k for k in range(1, n + 1) if n % (k * self.batch) == 0]:
+                if torch.equal(line, torch.arange(n) // inner % self.batch):
+                    return Value(name, t, along[0], n // (inner * self.batch), inner)
+        return Value(name, t, samples=samples, label=label)
+
+    def take(self, least: int = 0, seen: bool = True, anywhere: bool = False) -> Value:
+        """A value, often the newest: with so many free dims, in the graph, and with its samples along one dim.
+
+        With `anywhere`, the samples may lie in any way that is known.
+        """
         fitting = [
             v
             for v in self.values
-            if len(v.free) >= least and (not seen or v.tensor.requires_grad) and (not tracked or v.at >= 0)
+            if len(v.free) >= least
+            and (not seen or v.tensor.requires_grad)
+            and (v.at >= 0 or (anywhere and bool(v.samples)))
         ]
         if not fitting:
             raise CannotBeWritten("nothing to take")
@@ -151,11 +168,23 @@ class Writer:
 
     def last(self, v: Value, count: int = 1) -> Value:
         """The value with free dims at its end."""
+        if v.samples:
+            return self.at_end(v, count)
         if v.at < v.ndim - count and v.ndim >= count + (v.at >= 0):
             return v
         if len(v.free) < count:
             raise CannotBeWritten("too few free dims")
         return self.put(f"{v.name}.movedim({v.at}, 0)", 0, v.outer, v.inner)
+
+    def at_end(self, v: Value, count: int) -> Value:
+        """The value with some of its free dims at its end, wherever its samples lie."""
+        if len(v.free) < count:
+            raise CannotBeWritten("too few free dims")
+        if all(d in v.free for d in range(v.ndim - count, v.ndim)):
+            return v
+        chosen = self.random.sample(v.free, count)
+        order = [*(d for d in range(v.ndim) if d not in chosen), *chosen]
+        return self.move(v, f"{{}}.permute({', '.join(map(str, order))})")
 
     def apart(self, v: Value) -> Value:
         """The value with a dim for the samples alone."""
@@ -166,6 +195,10 @@ class Writer:
 
     def images(self, v: Value, rank: int) -> Value:
         """The value as (N, C, *spatial)."""
+        if v.samples:
+            v = self.at_end(v, rank + 1)
+            more = v.ndim - rank - 2
+            return v if not more else self.move(v, f"{{}}.flatten(0, {more})" if more > 0 else "{}.unsqueeze(0)")
         if v.at == 0 and v.ndim == rank + 2:
             return v
         text = v.name if v.at == 0 else f"{v.name}.movedim({v.at}, 0)"
@@ -194,7 +227,7 @@ class Writer:
         shape = [eval(n, self.env) for n in sizes]
         if self.chance(0.72) or not sizes:
             return self.leaf(*sizes)
-        kind = self.whole(0, 15)
+        kind = self.whole(0, 16)
         if kind == 0 and len(sizes) == 2:
             return f"{self.leaf(sizes[1], sizes[0])}.t()"
         if kind == 1 and len(sizes) >= 2:
@@ -222,6 +255,9 @@ class Writer:
             return f"({self.leaf(*sizes)} + {self.leaf(*sizes)})"
         if kind == 12:
             return f"draw({', '.join(sizes)})"  # frozen
+        if kind == 13:
+            a, b = self.leaf(*sizes), self.leaf(*sizes[:-1], "1")
+            return f"({a} / ({a}.square().sum(-1, keepdim=True) + 1).sqrt() * {b})"
         return self.leaf(*sizes) + self.pick(
             [".tanh()", ".mul(0.5)", ".detach()", ".float().to(torch.get_default_dtype())"]
         )
@@ -231,8 +267,26 @@ class Writer:
         return self.weight(*dims) if self.chance() else "None"
 
     def keep(self, v: Value, expression: str) -> Value:
-        """A new value with its samples where they were."""
-        return self.put(expression, v.at, v.outer, v.inner)
+        """A new value with its samples where they were; free dims may have other sizes."""
+        if not v.samples:
+            return self.put(expression, v.at, v.outer, v.inner)
+        name, t = self.computed(expression)
+        if t.shape == v.tensor.shape:
+            return self.added(replace(v, name=name, tensor=t))
+        if t.ndim != v.ndim or any(t.shape[d] != n and d not in v.free for d, n in enumerate(v.shape)):
+            return self.added(Value(name, t))
+        samples = self.named("s", f"resized({v.samples}, {name})")
+        return self.added(Value(name, t, samples=samples, label=self.env[samples]))
+
+    def alike(self, v: Value) -> list[Value]:
+        """The values of the same shape, with their samples in the same places."""
+        return [
+            u
+            for u in self.values
+            if (u.shape, u.at, u.outer, u.inner) == (v.shape, v.at, v.outer, v.inner)
+            and bool(u.samples) == bool(v.samples)
+            and (u.label is v.label or (u.label is not None and v.label is not None and torch.equal(u.label, v.label)))
+        ]
 
     def step(self, names: Sequence[str]) -> None:
         """Write one random op, the first of a few that can be written."""

@@ -1,4 +1,4 @@
-"""`python -m tests.programs.fuzz --minutes 10`: random programs against the definition, until the time is over."""
+"""`python -m tests.programs --minutes 10`: random programs against the definition, until the time is over."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .hunt import Hunt
 
 def main() -> int:
     """Exit code 1 if anything was found."""
-    parser = argparse.ArgumentParser(prog="python -m tests.programs.fuzz", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.programs", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="how long to go on")
     parser.add_argument("--seed", type=int, default=None, help="the first program's; the next ones follow it")
     parser.add_argument("--programs", type=int, default=None, help="at most so many")
@@ -29,7 +29,7 @@ def main() -> int:
     known = {tuple(json.loads(line)) for line in options.known.read_text().splitlines()} if options.known else set()
     torch.set_num_threads(1)  # the tensors are tiny
     print(f"seed {seed}", flush=True)
-    hunt = Hunt(known, options.alarms, say=lambda text: print(text, flush=True))
+    hunt = Hunt(known, ("alarm",) if options.alarms else (), say=lambda text: print(text, flush=True))
     hunt.run(islice(count(seed), options.programs), options.minutes * 60)
     for found in hunt.found:
         print(f"seed {found.seed}: {json.dumps(found.signature)}")

@@ -1,0 +1,52 @@
+"""What is promised of any program: the definition, samples where plans say, and bad samples that keep to themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+
+from tests.programs.generate import generate
+from tests.programs.hunt import Hunt, report
+from tests.programs.script import Script
+
+
+def findings(seeds: range, *also: str, write: Callable[[int], Script | None] = generate) -> list[str]:
+    """What is printed of all that is wrong with these programs.
+
+    Of each, `ps.grad` and one more verb are compared with the definition; `also` names further checks of checks.py.
+    """
+    hunt = Hunt(also=also, write=write, say=lambda text: None, seconds_to_shrink=10.0)
+    hunt.run(seeds)
+    assert hunt.counts["exact"] > len(seeds), hunt.counts
+    return [report(found) for found in hunt.found]
+
+
+def test_random_programs_are_exact_or_refused() -> None:
+    assert findings(range(300)) == []
+
+
+def test_samples_of_random_programs_lie_where_plans_say() -> None:
+    assert findings(range(300, 700), "claims") == []
+
+
+# Products with zeros spread NaN in the forward pass already; rows that nobody reads belong to nobody in particular.
+SPREADING = "matrix rows_by_matrix one_of_each_row order select_rows select_places gather_anywhere section".split()
+tidy = partial(generate, apart=True, without=SPREADING)
+
+
+def test_a_sample_of_nan_leaves_the_others_alone() -> None:
+    assert findings(range(200), "spoilt", write=tidy) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", range(1_000, 9_000, 1_000))
+def test_thousands_of_random_programs_are_exact_or_refused(start: int) -> None:
+    assert findings(range(start, start + 1_000)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", range(10_000, 17_000, 1_000))
+def test_samples_of_thousands_of_random_programs_lie_where_plans_say(start: int) -> None:
+    assert findings(range(start, start + 1_000), "claims") == []
