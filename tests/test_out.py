@@ -147,7 +147,7 @@ def test_a_buffer_must_be_a_tensor() -> None:
 
 
 def test_buffers_beside_other_reductions() -> None:
-    model, losses = model_and_losses()
+    model, losses = mlp_and_losses()
     out = buffers(model, 5, FILLS["contiguous"])
     norms, got = ps.reduce(losses(), model, ps.Norms(), ps.Stack(out))
     assert all(got[name] is out[name] for name in out)
