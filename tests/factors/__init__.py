@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from persample.factors import Convolution, Deferred, Dense, Factor, Masked, Outer, Rows, Sum, View, combine
-from persample.factors.moves import AsComplex, Cast, Flip, Move, Permute, Reshape, Roll, Section
+from persample.factors.rearrange import AsComplex, Cast, Flip, Permute, Rearrangement, Reshape, Roll, Section
 from tests.kernels.conv_cases import CASES as CONVOLUTIONS
 from tests.kernels.conv_cases import Case, case
 
@@ -116,7 +116,7 @@ def convolution(c: Case, images: int) -> Make:
     return make
 
 
-def view(base: Make, shape: Shape, move: Move, forward: Callable[[Tensor], Tensor]) -> Make:
+def view(base: Make, shape: Shape, move: Rearrangement, forward: Callable[[Tensor], Tensor]) -> Make:
     """The move is the backward of ``forward``, from one gradient's shape to the base's."""
 
     def make(B: int, dtype: torch.dtype) -> Made:
@@ -139,7 +139,7 @@ def total(*terms: Make, build: Callable[[list[Factor]], Factor] = Sum) -> Make:
 
 
 # Each move with a base shape, the result's shape, and the function whose backward it is.
-MOVES: dict[str, tuple[Move, Shape, Shape, Callable[[Tensor], Tensor]]] = {
+MOVES: dict[str, tuple[Rearrangement, Shape, Shape, Callable[[Tensor], Tensor]]] = {
     "reshape": (Reshape((6, 4), (2, 12)), (6, 4), (2, 12), lambda t: t.reshape(6, 4)),
     "reshape to a scalar": (Reshape((1, 1), ()), (1, 1), (), lambda t: t.reshape(1, 1)),
     "permute": (Permute((1, 2, 0)), (2, 3, 4), (3, 4, 2), lambda t: t.permute(2, 0, 1)),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from persample.factors import Dense, Factor, Outer, Sum, View, Workspace, combine
-from persample.factors.moves import Cast
+from persample.factors.rearrange import Cast
 from tests.factors import (
     COMPLEX,
     FACTORS,
@@ -182,7 +182,7 @@ def test_back_is_the_adjoint(name: str, B: int) -> None:
     inner, result = getattr(move, "base", None), getattr(move, "dtype", torch.float64)
     g = numbers(inner if isinstance(inner, torch.dtype) else torch.float64, B, *base)
     v = numbers(result, 2, *shape)
-    moved, back = move(g), move.back(v)
+    moved, back = move(g), move.adjoint(v)
     assert (moved.shape, moved.dtype, back.shape) == ((B, *shape), result, (2, *base))
     eps = 32 * max(torch.finfo(t.dtype).eps for t in (g, v))
     assert_near(
@@ -190,7 +190,7 @@ def test_back_is_the_adjoint(name: str, B: int) -> None:
     )
     for given_, seen in zip(v, back, strict=True):
         assert_near(seen.to(g.dtype), forward(given_).to(g.dtype), 10, eps)
-    if move.keeps and B:
+    if rearrange.is_lossless and B:
         assert_near(flat(moved).norm(dim=1), flat(g).norm(dim=1), flat(g).norm(), eps)
 
 

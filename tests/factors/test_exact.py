@@ -24,7 +24,7 @@ from persample.factors import (
     split,
 )
 from persample.factors.limits import Limits, Unit
-from persample.factors.moves import AsComplex, Cast, Permute, Reshape, Section
+from persample.factors.rearrange import AsComplex, Cast, Permute, Reshape, Section
 from persample.kernels.convolution import Geometry
 
 B = 12
@@ -206,7 +206,7 @@ def widened(factor: Factor) -> Factor:
     if isinstance(factor, Sum):
         return Sum([widened(term) for term in factor.terms])
     if isinstance(factor, View):
-        move = Cast(torch.float64, torch.float64) if isinstance(factor.move, Cast) else factor.move
+        move = Cast(torch.float64, torch.float64) if isinstance(factor.rearrange, Cast) else factor.rearrange
         return View(widened(factor.base), factor.shape, move)
     if isinstance(factor, Deferred):
         return widened(factor.whole())

@@ -9,7 +9,7 @@ import torch
 
 from persample.factors import Dense, Factor, Outer, Rows, Sum, View, Workspace
 from persample.factors.limits import Unit
-from persample.factors.moves import AsComplex
+from persample.factors.rearrange import AsComplex
 from persample.kernels.norms import row_norms
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from persample.factors import Dense, Factor, Outer, Part, View, Workspace, bounded_sums, one_by_one, regroup, split
-from persample.factors.moves import Permute
+from persample.factors.rearrange import Permute
 from tests.factors import FACTORS, numbers
 from tests.factors.test_algebra import SPACES, assert_near, check, flat, precision
 from tests.factors.test_rounding import cancelling, spoil

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from persample.factors import Convolution, Deferred, Dense, Factor, Masked, Outer, Rows, Sum, View, Workspace
-from persample.factors.moves import Cast
+from persample.factors.rearrange import Cast
 from persample.kernels.gram import gram_norms
 from tests.factors import (
     CONVOLUTIONS,

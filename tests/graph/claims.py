@@ -17,7 +17,7 @@ from persample.graph.nodes import is_leaf
 from persample.graph.plan import CapturePlan
 from persample.graph.probe import probe_node
 from persample.graph.saved import in_checkpoint
-from persample.graph.site import Fate, Flow, Site
+from persample.graph.site import Flow, Outcome, Site
 
 
 def some_samples(batch: int) -> list[int]:
@@ -61,13 +61,13 @@ def refuted_flows(plan: CapturePlan) -> list[str]:
             answers["rule"] = [plan.map.flows.get((site.index, k)) for k in range(len(site.edges))]
         for i in some_samples(plan.map.batch):
             for k, g in _outputs(site, layouts, i).items():
-                for who, fates in answers.items():
-                    if why := _refutes(fates[k], g, i):
+                for who, outcomes in answers.items():
+                    if why := _refutes(outcomes[k], g, i):
                         refuted.append(f"{who} on output {k} of {site.name} {site.shapes} -> {site.target(k)}: {why}")
     return refuted
 
 
-def _refutes(claim: Fate, g: Tensor | None, i: int, floor: float = 0.0) -> str | None:
+def _refutes(claim: Outcome, g: Tensor | None, i: int, floor: float = 0.0) -> str | None:
     """Why sample i's gradient contradicts the claim, or None. Batched tensors claim nothing."""
     if g is None or isinstance(claim, Flow):
         return None

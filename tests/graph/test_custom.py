@@ -15,7 +15,7 @@ from persample.graph import custom
 from persample.graph.custom import teach
 from persample.graph.ops.dims import keep
 from persample.graph.ops.table import Layouts
-from persample.graph.site import Fate, Flow, Site
+from persample.graph.site import Flow, Outcome, Site
 from persample.graph.use import Use
 from tests.expanded.helpers import check, r, sizes, squares
 from tests.reference import assert_same, definition, vectors
@@ -60,15 +60,15 @@ class Teacher:
 
     def __call__(self, use: Use) -> Factor | None:
         self.asked.append(use.k)
-        lanes = use.lanes(use.g.ndim - 1)
-        if use.k != 1 or lanes is None:
+        samples = use.rows(use.g.ndim - 1)
+        if use.k != 1 or samples is None:
             return None
         x, _ = use.site.node.saved_tensors  # type: ignore[attr-defined]
-        rows = [lanes.group(t.flatten(0, -2)) for t in (x, use.g)]
+        rows = [samples.group(t.flatten(0, -2)) for t in (x, use.g)]
         return Outer(*rows, scale=use.site.node.factor)  # type: ignore[attr-defined]
 
 
-def stays(site: Site, k: int, layouts: Layouts) -> Fate:
+def stays(site: Site, k: int, layouts: Layouts) -> Outcome:
     """A flow for a product: the weight is shared, the data keep all their dims but the last."""
     if k == 1:
         return Flow.SHARED

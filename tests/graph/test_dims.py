@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import persample as ps
-from persample.graph.layout import Block, Fate, Labels, Layout, Shape
+from persample.graph.layout import Block, Labels, Layout, Outcome, Shape
 from persample.graph.ops.dims import by_letters, follow, keep, leading, only, whole
 from persample.graph.ops.table import EVERY, FlowRule, Layouts, Undecided
 from persample.graph.site import Site
@@ -41,7 +41,7 @@ UNFIT: dict[str, tuple[Shape, Shape, Sequence[int | None]]] = {
 
 @pytest.mark.parametrize("what", UNFIT)
 @pytest.mark.parametrize("how", [follow, keep])
-def test_a_statement_that_does_not_fit_is_no_answer(what: str, how: Callable[..., Fate]) -> None:
+def test_a_statement_that_does_not_fit_is_no_answer(what: str, how: Callable[..., Outcome]) -> None:
     shape, target, to_dims = UNFIT[what]
     for layout in (first(shape), Labels(2, torch.zeros([1] * len(shape), dtype=torch.long))):
         with pytest.raises(Undecided):
@@ -78,18 +78,18 @@ def test_one_samples_cotangents_are_one_samples() -> None:
 # --- flows that somebody might write ---
 
 
-def batches_stay(site: Site, k: int, layouts: Layouts) -> Fate:
+def batches_stay(site: Site, k: int, layouts: Layouts) -> Outcome:
     """Right for batches of matrices of which none was broadcast."""
     shape = site.shapes[0]
     return keep(only(layouts), shape, site.target(k), leading(shape, 1))
 
 
-def rows_stay(site: Site, k: int, layouts: Layouts) -> Fate:
+def rows_stay(site: Site, k: int, layouts: Layouts) -> Outcome:
     """Right for the first of two matrices."""
     return keep(only(layouts), site.shapes[0], site.target(k), [0, None])
 
 
-def columns_are_rows(site: Site, k: int, layouts: Layouts) -> Fate:
+def columns_are_rows(site: Site, k: int, layouts: Layouts) -> Outcome:
     """Right for the second of two matrices."""
     return keep(only(layouts), site.shapes[0], site.target(k), [None, 0])
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from persample.graph.lanes import Lanes, sum_per_sample
 from persample.graph.layout import Labels, Layout, Shape, sample_dims
+from persample.graph.sample_rows import SampleRows, sum_per_sample
 from tests.graph.explicit import explicit, layouts, repeatable, varying
 
 
@@ -20,12 +20,12 @@ def numbers(*shape: int) -> Tensor:
 
 
 @st.composite
-def rows(draw: st.DrawFn) -> tuple[Lanes, Tensor, int]:
-    """Lanes over the leading dims of some tensor, the sample of each of its rows, and B."""
+def rows(draw: st.DrawFn) -> tuple[SampleRows, Tensor, int]:
+    """SampleRows over the leading dims of some tensor, the sample of each of its rows, and B."""
     layout, shape = draw(layouts())
     needed = max(sample_dims(layout, shape), default=-1) + 1
     row_dims = draw(st.integers(needed, len(shape)))
-    found = Lanes.of(layout, shape, row_dims)
+    found = SampleRows.of(layout, shape, row_dims)
     assert found is not None
     label = explicit(layout, shape)
     count = prod(shape[:row_dims])
@@ -48,21 +48,21 @@ def grouped(t: Tensor, label: Tensor, batch: int) -> Tensor:
 
 @repeatable
 @given(rows(), st.lists(st.integers(0, 3), max_size=2))
-def test_group(drawn: tuple[Lanes, Tensor, int], rest: list[int]) -> None:
-    lanes, label, batch = drawn
+def test_group(drawn: tuple[SampleRows, Tensor, int], rest: list[int]) -> None:
+    samples, label, batch = drawn
     t = numbers(len(label), *rest)
-    assert torch.equal(lanes.group(t), grouped(t, label, batch))
+    assert torch.equal(samples.group(t), grouped(t, label, batch))
     again = numbers(len(label), 2)
-    assert torch.equal(lanes.group(again), grouped(again, label, batch))
+    assert torch.equal(samples.group(again), grouped(again, label, batch))
 
 
 @repeatable
 @given(rows(), st.lists(st.integers(0, 3), max_size=2))
-def test_sum(drawn: tuple[Lanes, Tensor, int], rest: list[int]) -> None:
-    lanes, label, batch = drawn
+def test_sum(drawn: tuple[SampleRows, Tensor, int], rest: list[int]) -> None:
+    samples, label, batch = drawn
     t = numbers(len(label), *rest)
     want = torch.stack([t[label == i].sum(0) for i in range(batch)])
-    torch.testing.assert_close(lanes.sum(t), want)
+    torch.testing.assert_close(samples.sum(t), want)
 
 
 @repeatable
@@ -71,7 +71,7 @@ def test_lanes_need_the_sample_in_their_rows(drawn: tuple[Layout, Shape], data: 
     layout, shape = drawn
     row_dims = data.draw(st.integers(0, len(shape)))
     if any(d >= row_dims for d in varying(explicit(layout, shape))):
-        assert Lanes.of(layout, shape, row_dims) is None
+        assert SampleRows.of(layout, shape, row_dims) is None
 
 
 @st.composite
@@ -114,6 +114,6 @@ def test_strides_do_not_matter(drawn: tuple[Layout, Shape], data: st.DataObject)
 
 
 def test_ragged_samples_are_padded() -> None:
-    lanes = Lanes.of(Labels(4, torch.tensor([2, 0, 2, -1, 2]).reshape(5, 1)), (5, 3), 1)
-    assert lanes is not None
-    assert lanes.order().tolist() == [[1, -1, -1], [-1, -1, -1], [0, 2, 4], [-1, -1, -1]]
+    samples = SampleRows.of(Labels(4, torch.tensor([2, 0, 2, -1, 2]).reshape(5, 1)), (5, 3), 1)
+    assert samples is not None
+    assert samples.order().tolist() == [[1, -1, -1], [-1, -1, -1], [0, 2, 4], [-1, -1, -1]]

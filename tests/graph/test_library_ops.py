@@ -15,7 +15,7 @@ from persample.graph import custom, teach
 from persample.graph.nodes import op_name
 from persample.graph.ops.dims import keep
 from persample.graph.ops.table import Layouts
-from persample.graph.site import Fate, Flow, Site
+from persample.graph.site import Flow, Outcome, Site
 from persample.graph.use import Use
 from tests.expanded.helpers import r, squares
 from tests.reference import assert_same, definition
@@ -87,13 +87,13 @@ def params() -> list[Tensor]:
 
 
 def rule(use: Use) -> Factor | None:
-    rows = use.lanes(1)
+    rows = use.rows(1)
     x, _ = use.site.node.saved_tensors  # type: ignore[attr-defined]
     scale = getattr(use.site.node, "scale", 1.0)
     return Outer(rows.group(x), rows.group(use.g), scale) if use.k == 1 and rows is not None else None
 
 
-def flow(site: Site, k: int, layouts: Layouts) -> Fate:
+def flow(site: Site, k: int, layouts: Layouts) -> Outcome:
     layout = layouts[0]
     assert layout is not None
     return Flow.SHARED if k == 1 else keep(layout, site.shapes[0], site.target(k), [0, None])

@@ -11,13 +11,13 @@ from ..graph.invoke import call
 from ..graph.layout import Layout, Shape, sample_dims
 from ..graph.nodes import is_leaf
 from ..graph.ops.table import Layouts
-from ..graph.site import Fate, Flow, Site
+from ..graph.site import Flow, Outcome, Site
 from ..graph.use import Use
 from .contributions import contributions
 from .samples import along
 
 
-def stays(site: Site, k: int, layouts: Layouts) -> Fate:
+def stays(site: Site, k: int, layouts: Layouts) -> Outcome:
     """Data keep their samples in the dim in which the results have them; weights are shared."""
     if site.is_weight(k):
         return Flow.SHARED

@@ -15,21 +15,21 @@ from .deferred import Deferred
 from .dense import Dense
 from .exact import Exact, Several
 from .limits import Unit, roundoff
-from .moves import AsComplex, Cast, Move, Reshape
 from .outer import Outer
+from .rearrange import AsComplex, Cast, Rearrangement, Reshape
 from .rows import Rows
 from .tied import tied, tied_bounds, tied_norms
 from .workspace import Workspace
 
 
 class View(Factor):
-    """Another factor's gradients, each rearranged, cast or set into zeros by a move."""
+    """Another factor's gradients, each rearranged, cast or set into zeros."""
 
-    __slots__ = ("_dtype", "_shape", "base", "move")
+    __slots__ = ("_dtype", "_shape", "base", "rearrange")
 
-    def __init__(self, base: Factor, shape: Shape, move: Move) -> None:
-        self.base, self._shape, self.move = base, shape, move
-        self._dtype: torch.dtype = getattr(move, "dtype", base.dtype)
+    def __init__(self, base: Factor, shape: Shape, rearrange: Rearrangement) -> None:
+        self.base, self._shape, self.rearrange = base, shape, rearrange
+        self._dtype: torch.dtype = getattr(rearrange, "dtype", base.dtype)
 
     @property
     def batch(self) -> int:
@@ -48,87 +48,87 @@ class View(Factor):
         return self.base.tensors
 
     def __getitem__(self, samples: Samples) -> Factor:
-        return View(self.base[samples], self._shape, self.move)
+        return View(self.base[samples], self._shape, self.rearrange)
 
     def stack(self, out: Tensor | None = None) -> Tensor:
-        return deliver(self.move(self.base.stack()), out)
+        return deliver(self.rearrange(self.base.stack()), out)
 
     def add_to(self, out: Tensor) -> None:
-        out += self.move(self.base.stack())
+        out += self.rearrange(self.base.stack())
 
     def elements(self, start: int, stop: int) -> Tensor | None:
-        plain = isinstance(self.move, Reshape) or (isinstance(self.move, Cast) and self.move.keeps)
+        plain = isinstance(self.rearrange, Reshape) or (isinstance(self.rearrange, Cast) and self.rearrange.is_lossless)
         found = self.base.elements(start, stop) if plain else None
         return None if found is None else found.to(self.dtype)
 
     def take_norms(self, norms: Tensor) -> None:
         super().take_norms(norms)
-        if self.move.keeps:
+        if self.rearrange.is_lossless:
             self.base.take_norms(norms)
 
     @property
     def cancels(self) -> bool:
-        return self.move.keeps and self.base.cancels
+        return self.rearrange.is_lossless and self.base.cancels
 
     def prefers_stack(self, reused: bool) -> bool:
-        return self.base.prefers_stack(reused) if self.move.keeps else True
+        return self.base.prefers_stack(reused) if self.rearrange.is_lossless else True
 
     def _compute_norms(self, space: Workspace) -> Tensor:
-        return self.base.norms(space) if self.move.keeps else super()._compute_norms(space)
+        return self.base.norms(space) if self.rearrange.is_lossless else super()._compute_norms(space)
 
     def sizes(self) -> Tensor:
-        return self.base.sizes() if self.move.keeps else self.norms()
+        return self.base.sizes() if self.rearrange.is_lossless else self.norms()
 
     def imprecise(self, space: Workspace | None = None) -> Tensor:
-        return self.base.imprecise(space) if self.move.keeps else super().imprecise(space)
+        return self.base.imprecise(space) if self.rearrange.is_lossless else super().imprecise(space)
 
     def rounding(self) -> Tensor:
         return self.base.rounding()
 
     def norm_bounds(self, space: Workspace | None = None) -> Tensor:
-        return self.base.norm_bounds(space) if self.move.keeps else super().norm_bounds(space)
+        return self.base.norm_bounds(space) if self.rearrange.is_lossless else super().norm_bounds(space)
 
     def widened(self, dtype: torch.dtype | None = None) -> Factor:
-        base, move = self.base.widened(dtype), self.move
+        base, rearrange = self.base.widened(dtype), self.rearrange
         if base is self.base:
             return self
-        if isinstance(move, Cast):  # which may leave out imaginary parts, but rounds no more
+        if isinstance(rearrange, Cast):  # which may leave out imaginary parts, but rounds no more
             real = base.dtype.is_complex and not self.dtype.is_complex
             return View(base, self._shape, Cast(base.dtype, base.dtype.to_real())) if real else base
-        return View(base, self._shape, move)
+        return View(base, self._shape, rearrange)
 
     def measure(self, space: Workspace) -> None:
-        if self.move.keeps:
+        if self.rearrange.is_lossless:
             self.base.measure(space)
         else:
             super().measure(space)
 
     @property
     def rounds_written(self) -> bool:
-        return not self.move.keeps or self.base.rounds_written
+        return not self.rearrange.is_lossless or self.base.rounds_written
 
     def exact(self, unit: Unit, space: Workspace) -> Exact:
-        if not self.move.keeps:
+        if not self.rearrange.is_lossless:
             return super().exact(unit, space)
-        return Moved(self.base.exact(unit, space), self.move, is_complex=self.base.dtype.is_complex)
+        return Moved(self.base.exact(unit, space), self.rearrange, is_complex=self.base.dtype.is_complex)
 
     def weighted_sum(self, weights: Tensor, space: Workspace | None = None) -> Tensor:
-        if not self.move.keeps:
+        if not self.rearrange.is_lossless:
             return super().weighted_sum(weights, space)
         total = self.base.weighted_sum(weights, space)
-        return total if isinstance(self.move, Cast) else self.move(total.unsqueeze(0)).squeeze(0)
+        return total if isinstance(self.rearrange, Cast) else self.rearrange(total.unsqueeze(0)).squeeze(0)
 
     def sum_squares(self, center: Tensor | None = None, space: Workspace | None = None) -> Tensor:
-        if not self.move.keeps or center is not None or self.dtype.is_complex != self.base.dtype.is_complex:
+        if not self.rearrange.is_lossless or center is not None or self.dtype.is_complex != self.base.dtype.is_complex:
             return super().sum_squares(center, space)
         total = self.base.sum_squares(None, space)
-        return total if isinstance(self.move, Cast) else self.move(total.unsqueeze(0)).squeeze(0)
+        return total if isinstance(self.rearrange, Cast) else self.rearrange(total.unsqueeze(0)).squeeze(0)
 
     def dot(self, directions: Tensor, space: Workspace | None = None) -> Tensor:
-        return self.base.dot(self.move.back(directions), space)
+        return self.base.dot(self.rearrange.adjoint(directions), space)
 
     def gram(self, other: Factor, space: Workspace | None = None) -> Tensor:
-        if self.move.keeps and isinstance(other, View) and other.move == self.move:
+        if self.rearrange.is_lossless and isinstance(other, View) and other.rearrange == self.rearrange:
             return self.base.gram(other.base, space)
         return super().gram(other, space)
 
@@ -136,17 +136,17 @@ class View(Factor):
 class Moved(Exact):
     """Gradients with their elements in other places."""
 
-    def __init__(self, base: Exact, move: Move, *, is_complex: bool) -> None:
-        self._base, self._move, self._is_complex = base, move, is_complex  # whether the base is
+    def __init__(self, base: Exact, rearrange: Rearrangement, *, is_complex: bool) -> None:
+        self._base, self._rearrange, self._is_complex = base, rearrange, is_complex  # whether the base is
         self.limits = base.limits
 
     def totals(self, weights: Tensor, parts: int = 1) -> Tensor:
         total = self._base.totals(weights, parts)
-        if isinstance(self._move, (Cast, AsComplex)):
+        if isinstance(self._rearrange, (Cast, AsComplex)):
             return total  # complex numbers are pairs already
         if not self._is_complex:
-            return self._move(total)
-        return torch.stack([self._move(t) for t in total.unbind(-1)], -1)
+            return self._rearrange(total)
+        return torch.stack([self._rearrange(t) for t in total.unbind(-1)], -1)
 
 
 class Sum(Factor):

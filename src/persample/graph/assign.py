@@ -19,11 +19,11 @@ from .probe import probe_call, probe_node, probe_slots
 from .roots import Roots
 from .rows import Below, below_product
 from .saved import in_checkpoint
-from .site import Fate, Flow, Site, Sites, weights_only
+from .site import Flow, Outcome, Site, Sites, weights_only
 from .tape import Slot, Tape
 
 _MOST = 65536
-_FATES: dict[tuple[Op, Shape, Block, Shape], Block | Flow] = {}  # what was found for such an op before
+_OUTCOMES: dict[tuple[Op, Shape, Block, Shape], Block | Flow] = {}  # what was found for such an op before
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class SampleMap:
     batch: int
     sites: Sites
     cotangents: dict[Slot, Layout | Flow] = field(default_factory=dict)
-    flows: dict[tuple[int, int], Fate] = field(default_factory=dict)  # outputs of separable nodes
+    flows: dict[tuple[int, int], Outcome] = field(default_factory=dict)  # outputs of separable nodes
     batched: set[int] = field(default_factory=set)
     probed: set[int] = field(default_factory=set)  # nodes whose data had to be asked
 
@@ -69,7 +69,7 @@ class _Assignment:
         self.tape, self.roots = tape, roots
         self.map = SampleMap(roots.batch, Sites(tape))
         self.brought: dict[int, list[Tensor | None]] = {}  # cotangents of this call, where nodes were asked with them
-        self.settled: dict[Slot, Fate] = {}  # cotangents of which a real backward showed the whole sum
+        self.settled: dict[Slot, Outcome] = {}  # cotangents of which a real backward showed the whole sum
 
     def run(self) -> SampleMap:
         for place, layout in self.roots.places:
@@ -101,36 +101,38 @@ class _Assignment:
             if slot is None:
                 continue
             key = (op, shape, layout, self.tape.shape(slot))
-            fate = _FATES.get(key)
-            if fate is None:
+            outcome = _OUTCOMES.get(key)
+            if outcome is None:
                 found = self._by_rule(self.map.sites[node], k, [layout])
                 if found is None or found is Flow.PROBE or isinstance(found, Labels):
                     return False
-                if len(_FATES) >= _MOST:
-                    _FATES.clear()
-                fate = _FATES[key] = found
-            flows[node, k] = fate
+                if len(_OUTCOMES) >= _MOST:
+                    _OUTCOMES.clear()
+                outcome = _OUTCOMES[key] = found
+            flows[node, k] = outcome
             if slot in cotangents or slot in self.settled:
-                self._merge(slot, fate)
+                self._merge(slot, outcome)
             else:
-                cotangents[slot] = fate
+                cotangents[slot] = outcome
         return True
 
     def _flow(self, site: Site, layouts: Sequence[Layout | None]) -> None:
         """Send the layouts of a separable node on to its outputs."""
-        asked: list[Fate] = []
+        asked: list[Outcome] = []
         for k, slot in site.outputs:
-            fate: Fate = None
+            outcome: Outcome = None
             if not site.op.section and not is_opaque(site.node):
-                fate = whole(layouts, len(self.tape.shape(slot)))
-            if fate is None:
-                fate = self._by_rule(site, k, layouts)
-            if fate is Flow.PROBE:
-                fate = self._by_data(site, k, slot, layouts, asked)
-            self.map.flows[site.index, k] = fate
-            self._merge(slot, fate)
+                outcome = whole(layouts, len(self.tape.shape(slot)))
+            if outcome is None:
+                outcome = self._by_rule(site, k, layouts)
+            if outcome is Flow.PROBE:
+                outcome = self._by_data(site, k, slot, layouts, asked)
+            self.map.flows[site.index, k] = outcome
+            self._merge(slot, outcome)
 
-    def _by_data(self, site: Site, k: int, slot: Slot, layouts: Sequence[Layout | None], asked: list[Fate]) -> Fate:
+    def _by_data(
+        self, site: Site, k: int, slot: Slot, layouts: Sequence[Layout | None], asked: list[Outcome]
+    ) -> Outcome:
         """Sizes and dims did not decide: is it a weight, and if not, what do this call's numbers say?"""
         if site.is_weight(k) and not self._is_used_as_data(site, k):
             return Flow.SHARED
@@ -146,24 +148,26 @@ class _Assignment:
         # Samples could meet here; do they in this call, or are they kept apart by zeros in the cotangent?
         return probe_call(site, self._cotangents(site), layouts, self.map.batch)[k]
 
-    def _by_product(self, site: Site, k: int, layouts: Sequence[Layout | None]) -> Fate:
+    def _by_product(self, site: Site, k: int, layouts: Sequence[Layout | None]) -> Outcome:
         """The same for a product that contracts the samples: its other operand was saved, and can be read."""
         origin = below_product(self.tape, self.map.sites, site, k, self.map.batch, self.map.sizes())
         if origin is Below.WEIGHTS:
             return Flow.SHARED  # not one sample's in any case
         self.map.probed.add(site.index)
         layout, hidden = only(layouts), in_checkpoint(site.node)
-        fate = probe_node(site, layouts, self.map.batch)[k] if hidden else read_contraction(site, k, layout)
-        if fate is not Flow.MIXED or self.compiled:
-            return fate
+        outcome = probe_node(site, layouts, self.map.batch)[k] if hidden else read_contraction(site, k, layout)
+        if outcome is not Flow.MIXED or self.compiled:
+            return outcome
         given = self._cotangents(site)
         if hidden:
-            fate = probe_call(site, given, layouts, self.map.batch)[k]
+            outcome = probe_call(site, given, layouts, self.map.batch)[k]
         else:
-            fate = None if given[0] is None else read_contraction(site, k, layout, given[0])
-        return Flow.SHARED if fate is Flow.MIXED and origin is Below.ALIGNED else fate
+            outcome = None if given[0] is None else read_contraction(site, k, layout, given[0])
+        return Flow.SHARED if outcome is Flow.MIXED and origin is Below.ALIGNED else outcome
 
-    def _by_function(self, site: Site, k: int, slot: Slot, layouts: Sequence[Layout | None], asked: list[Fate]) -> Fate:
+    def _by_function(
+        self, site: Site, k: int, slot: Slot, layouts: Sequence[Layout | None], asked: list[Outcome]
+    ) -> Outcome:
         """The same for a custom Function, which is asked with the cotangents of this call."""
         given = self._cotangents(site)
         if any(g is None for g in given):  # which only the engine can say as the Function wants to hear it
@@ -189,14 +193,14 @@ class _Assignment:
         nodes = map(self.tape.node, self.tape.order)
         return all(is_compiled(node) or not is_opaque(node) or is_known(node) for node in nodes)
 
-    def _look_again(self, slot: Slot) -> Fate:
+    def _look_again(self, slot: Slot) -> Outcome:
         """Two contributions are of different samples at one place; are they in this call, or is one of them zero?"""
         if self.compiled:
             return Flow.MIXED
-        fate = self.settled[slot] = probe_slots(self.tape, self.roots, [slot], linear=self.linear)[slot]
-        if fate is not None:
-            self.map.cotangents[slot] = fate
-        return fate
+        outcome = self.settled[slot] = probe_slots(self.tape, self.roots, [slot], linear=self.linear)[slot]
+        if outcome is not None:
+            self.map.cotangents[slot] = outcome
+        return outcome
 
     def _cotangents(self, site: Site) -> list[Tensor | None]:
         """What this call's backward brings to a node; to custom ones all at once."""
@@ -210,24 +214,24 @@ class _Assignment:
             self.brought |= {n: came[tape.node(n)] for n in asked}
         return self.brought[site.index]
 
-    def _by_rule(self, site: Site, k: int, layouts: Sequence[Layout | None]) -> Fate:
+    def _by_rule(self, site: Site, k: int, layouts: Sequence[Layout | None]) -> Outcome:
         if is_opaque(site.node):
             known = taught(site.node)
             return Flow.PROBE if known is None else known.where(site, k, layouts)
         return site.op.where(site, k, layouts)
 
-    def _merge(self, slot: Slot, fate: Fate) -> None:
+    def _merge(self, slot: Slot, outcome: Outcome) -> None:
         """Add one more contribution to a cotangent."""
-        if fate is None or slot in self.settled:
+        if outcome is None or slot in self.settled:
             return
         before = self.map.cotangents.get(slot)
         if before is None:
-            self.map.cotangents[slot] = fate
-        elif isinstance(before, Flow) or isinstance(fate, Flow):
-            both = (before, fate)
+            self.map.cotangents[slot] = outcome
+        elif isinstance(before, Flow) or isinstance(outcome, Flow):
+            both = (before, outcome)
             self.map.cotangents[slot] = Flow.MIXED if Flow.MIXED in both else Flow.SHARED
         else:
-            joined: Fate = join(before, fate, self.tape.shape(slot))
+            joined: Outcome = join(before, outcome, self.tape.shape(slot))
             if joined is None:
                 joined = Flow.MIXED if weights_only(self.tape, slot[0]) else self._look_again(slot)
             self.map.cotangents[slot] = joined or before

@@ -12,12 +12,12 @@ from torch import Tensor
 from .layout import NOBODY, Layout, labels
 from .notes import by_data
 from .probe import fit
-from .site import Fate, Flow, Site
+from .site import Flow, Outcome, Site
 
 _EXACT = 2**53  # whole numbers up to here are exact in float64
 
 
-def read_contraction(site: Site, k: int, layout: Layout, g: Tensor | None = None) -> Fate:
+def read_contraction(site: Site, k: int, layout: Layout, g: Tensor | None = None) -> Outcome:
     """Where the samples lie in the gradient of a product's operand, of which the sample dim is contracted.
 
     With the cotangent ``g`` itself, its own zeros count as well.

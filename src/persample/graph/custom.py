@@ -62,7 +62,7 @@ def teach(function: Taken, flow: FlowRule | None = None) -> Callable[[Rule], Rul
     >>> @teach(Scale)
     ... def scale(use):
     ...     x, _ = use.site.node.saved_tensors
-    ...     return Dense(use.lanes(1).sum(use.g * x)) if use.k == 1 and use.lanes(1) else None
+    ...     return Dense(use.rows(1).sum(use.g * x)) if use.k == 1 and use.rows(1) else None
 
     Args:
         function: the ``autograd.Function``; or what ``torch.library.custom_op`` returned, an ``OpOverloadPacket``, an

@@ -29,11 +29,11 @@ def push_masked(
     wanted: Sequence[int],
 ) -> dict[int, Tensor]:
     """(B, *target) for every wanted output of a separable node."""
-    lanes = [
+    per_cotangent = [
         iter(one_hot_cotangents(g, lay)) if g is not None and lay is not None else None
         for g, lay in zip(cotangents, layouts, strict=True)
     ]
-    rows = ([None if lane is None else next(lane) for lane in lanes] for _ in range(batch))
+    rows = ([None if rows_of_one is None else next(rows_of_one) for rows_of_one in per_cotangent] for _ in range(batch))
     return _loop(site, rows, batch, wanted)
 
 

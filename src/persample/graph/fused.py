@@ -16,11 +16,11 @@ from torch import Tensor
 from ..factors import Dense, Factor, Outer, View
 from ..factors.base import Samples
 from ..factors.deferred import Deferred
-from ..factors.moves import Cast
+from ..factors.rearrange import Cast
 from ..kernels.cross_entropy import logit_gradients
 from ..kernels.norms import wide
 from .custom import enter_op
-from .layout import Fate, Flow
+from .layout import Flow, Outcome
 from .library import BY_ROW, PRECOMPUTED, arguments, ignored_class, rows_at_a_time
 from .ops.dims import keep, only, whole
 from .ops.table import Layouts
@@ -28,7 +28,7 @@ from .site import Site
 from .use import Use
 
 
-def rows_apart(site: Site, k: int, layouts: Layouts) -> Fate:
+def rows_apart(site: Site, k: int, layouts: Layouts) -> Outcome:
     """One loss per row of the input (k = 0); weight and bias are shared by all rows."""
     shape, target = site.shapes[0], site.target(k)
     one = whole(layouts, len(target))
@@ -37,7 +37,7 @@ def rows_apart(site: Site, k: int, layouts: Layouts) -> Fate:
     return keep(only(layouts), shape, target, [0], 2) if k == 0 else Flow.SHARED
 
 
-def all_rows(site: Site, k: int, layouts: Layouts) -> Fate:
+def all_rows(site: Site, k: int, layouts: Layouts) -> Outcome:
     """One loss for all rows: they are the sample's whose loss it is."""
     one = whole(layouts, len(site.target(k)))
     return Flow.PROBE if one is None else one
@@ -48,7 +48,7 @@ class _Rows:
 
     def __init__(self, use: Use, node: Any) -> None:
         x, self.weight, target, self.bias, self.classes = node.saved_tensors
-        rows = use.lanes(1)
+        rows = use.rows(1)
         assert rows is not None
         self.ignored: int = ignored_class(node)
         self.most: int = rows_at_a_time(node)
@@ -77,7 +77,7 @@ class _Rows:
 
 def linear_cross_entropy(use: Use) -> Factor | None:
     """Logits are computed again: at once if the op did so, else as many rows at a time as it takes."""
-    if use.k == 0 or use.lanes(1) is None or arguments(BY_ROW) != _ARGUMENTS:
+    if use.k == 0 or use.rows(1) is None or arguments(BY_ROW) != _ARGUMENTS:
         return None
     node: Any = use.site.node
     if len(node.saved_tensors) != 5 or node.saved_tensors[2].is_floating_point():  # probabilities, from torch 2.15 on

@@ -136,9 +136,9 @@ def _crossed_rows(tape: Tape, map: SampleMap) -> list[str]:
     for node in [n for n in tape.order if n in map.probed] if map.probed else ():
         site = map.sites[node]
         for k, _ in site.outputs:
-            fate, before = map.flows[node, k], map.cotangents.get((node, 0))
-            if isinstance(fate, Labels) and isinstance(before, Layout) and site.shapes[0] == site.target(k):
-                spread = len(sample_dims(fate, site.target(k))) > len(sample_dims(before, site.shapes[0]))
+            outcome, before = map.flows[node, k], map.cotangents.get((node, 0))
+            if isinstance(outcome, Labels) and isinstance(before, Layout) and site.shapes[0] == site.target(k):
+                spread = len(sample_dims(outcome, site.target(k))) > len(sample_dims(before, site.shapes[0]))
                 found += [site.name] if spread else []
     return found
 
@@ -157,10 +157,10 @@ def _ranked(tape: Tape, map: SampleMap) -> list[str]:
 def _partly_separable(tape: Tape, map: SampleMap) -> set[int]:
     """Batched nodes that got a contribution of which every element belongs to one of several samples."""
     found = set()
-    for (node, k), fate in map.flows.items():
+    for (node, k), outcome in map.flows.items():
         slot = tape.edges[node][k]
-        if slot is not None and slot[0] in map.batched and isinstance(fate, Layout):
-            found.update([slot[0]] if sample_dims(fate, tape.shape(slot)) else [])
+        if slot is not None and slot[0] in map.batched and isinstance(outcome, Layout):
+            found.update([slot[0]] if sample_dims(outcome, tape.shape(slot)) else [])
     return found
 
 

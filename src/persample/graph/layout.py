@@ -54,7 +54,7 @@ class Flow(Enum):
     PROBE = "probe"  # sizes and dims do not decide: look at the data of this call
 
 
-Fate = Layout | Flow | None  # None: nothing flows here
+Outcome = Layout | Flow | None  # None: nothing flows here
 
 
 @lru_cache(maxsize=65536)

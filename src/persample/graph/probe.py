@@ -26,7 +26,7 @@ from .library import unspent
 from .notes import by_data
 from .roots import Roots
 from .saved import metadata
-from .site import Fate, Flow, Site
+from .site import Flow, Outcome, Site
 from .tape import Slot, Tape
 
 _Outputs = Sequence[Tensor | None]
@@ -36,8 +36,8 @@ Answers = list["_Answer | None"]
 _OWN: Shape = (-1,)  # in place of a target's shape: whatever the output's own shape is
 
 
-def probe_node(site: Site, layouts: Sequence[Layout | None], batch: int, *, summed: bool = True) -> list[Fate]:
-    """The fate of every output of a linear node, from random cotangents with these layouts.
+def probe_node(site: Site, layouts: Sequence[Layout | None], batch: int, *, summed: bool = True) -> list[Outcome]:
+    """The outcome of every output of a linear node, from random cotangents with these layouts.
 
     ``summed=False`` asks about outputs as the node returns them, before the engine sums over broadcast dims. Random
     numbers may cancel, in half precision soon: where an element stayed zero, others are drawn.
@@ -49,7 +49,7 @@ def probe_node(site: Site, layouts: Sequence[Layout | None], batch: int, *, summ
         answers = _joined(answers, _by_bits(_runs(site, given, layouts), targets, batch, exactly=False))
         if all(answer is None or answer.is_whole() for answer in answers):
             break
-    return _fates(answers or [], targets, batch)
+    return _outcomes(answers or [], targets, batch)
 
 
 def probe_call(
@@ -59,15 +59,15 @@ def probe_call(
     batch: int,
     *,
     linear: bool = True,
-) -> list[Fate]:
+) -> list[Outcome]:
     """The same for cotangents that a backward brought to a node. If it need not be linear, sample by sample."""
     run, targets = _runs(site, cotangents, layouts), _targets(site, summed=True)
     found = _by_bits(run, targets, batch, exactly=True) if linear else _one_by_one(run, targets, batch)
-    return _fates(found, targets, batch)
+    return _outcomes(found, targets, batch)
 
 
-def probe_slots(tape: Tape, roots: Roots, slots: Sequence[Slot], *, linear: bool = True) -> dict[Slot, Fate]:
-    """The fate of the cotangents at ``slots``, by real backwards from the roots."""
+def probe_slots(tape: Tape, roots: Roots, slots: Sequence[Slot], *, linear: bool = True) -> dict[Slot, Outcome]:
+    """The outcome of the cotangents at ``slots``, by real backwards from the roots."""
     about, places = [metadata(node)[nr] for node, nr in roots.slots], [tape.graph.at(slot) for slot in slots]
     starts = roots.cotangents or [torch.ones(m.shape, dtype=m.dtype, device=m.device) for m in about]
     marks = [labels(lay, tuple(m.shape), m.device) for lay, m in zip(roots.layouts, about, strict=True)]
@@ -80,7 +80,7 @@ def probe_slots(tape: Tape, roots: Roots, slots: Sequence[Slot], *, linear: bool
 
     targets = [tape.shape(slot) for slot in slots]
     found = _by_bits(run, targets, roots.batch, exactly=True) if linear else _one_by_one(run, targets, roots.batch)
-    return dict(zip(slots, _fates(found, targets, roots.batch), strict=True))
+    return dict(zip(slots, _outcomes(found, targets, roots.batch), strict=True))
 
 
 def _targets(site: Site, summed: bool) -> list[Shape | None]:
@@ -195,9 +195,9 @@ def _joined(before: Answers | None, after: Answers) -> Answers:
     return after
 
 
-def _fates(answers: Answers, shapes: Sequence[Shape | None], batch: int) -> list[Fate]:
+def _outcomes(answers: Answers, shapes: Sequence[Shape | None], batch: int) -> list[Outcome]:
     return [
-        None if a is None or s is None else a.fate(tuple(a.index.shape) if s is _OWN else s, batch)
+        None if a is None or s is None else a.outcome(tuple(a.index.shape) if s is _OWN else s, batch)
         for a, s in zip(answers, shapes, strict=True)
     ]
 
@@ -268,7 +268,7 @@ class _Answer:
         self.index = torch.where(self.live, self.index, other.index)
         self.live = self.live | other.live
 
-    def fate(self, shape: Shape, batch: int) -> Fate:
+    def outcome(self, shape: Shape, batch: int) -> Outcome:
         live = self.live
         if live is None:
             return None
@@ -283,8 +283,8 @@ class _Answer:
         return fit(index, shape, batch, poisoned=spoilt)
 
 
-def _summed(index: Tensor, shape: Shape, batch: int) -> Fate:
-    """The fate of an output that still has to be summed over broadcast dims."""
+def _summed(index: Tensor, shape: Shape, batch: int) -> Outcome:
+    """The outcome of an output that still has to be summed over broadcast dims."""
     offset = index.ndim - len(shape)
     dims = [d for d in range(index.ndim) if d < offset or shape[d - offset] == 1]
     top = index.amax(dims, keepdim=True)

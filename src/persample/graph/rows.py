@@ -144,9 +144,9 @@ def _followed(site: Site, k: int, places: Layout) -> Layout | None:
         return None
     if op.new_rows is not None and saved.in_checkpoint(site.node):  # whose integers can be read once only
         return None
-    fate = op.where(site, k, [places])
-    if isinstance(fate, Layout):
-        return fate
+    outcome = op.where(site, k, [places])
+    if isinstance(outcome, Layout):
+        return outcome
     read = None if op.read_dims is None else op.read_dims(site)
     if read is not None and k == 0 and set(read) <= set(sample_dims(places, shape)):
         return _places(target, [0])  # a table that is read place by place has rows of places

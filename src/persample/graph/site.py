@@ -7,11 +7,11 @@ from typing import Any
 from torch import Tensor
 
 from . import saved
-from .layout import Fate, Flow, Shape
+from .layout import Flow, Outcome, Shape
 from .ops.table import Op
 from .tape import Slot, Tape
 
-__all__ = ["Fate", "Flow", "Site", "Sites", "computes_with_data", "weights_only"]
+__all__ = ["Flow", "Outcome", "Site", "Sites", "computes_with_data", "weights_only"]
 
 
 class Site:

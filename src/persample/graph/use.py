@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .lanes import Lanes
 from .layout import Layout, Shape
 from .ops.table import Undecided
+from .sample_rows import SampleRows
 from .site import Site
 
 
@@ -44,6 +44,6 @@ class Use:
         """The shape of the tensor whose gradient this is."""
         return self.site.target(self.k)
 
-    def lanes(self, row_dims: int) -> Lanes | None:
+    def rows(self, row_dims: int) -> SampleRows | None:
         """The first dims of ``g`` as rows that belong to samples."""
-        return Lanes.of(self.layout, tuple(self.g.shape), row_dims)
+        return SampleRows.of(self.layout, tuple(self.g.shape), row_dims)

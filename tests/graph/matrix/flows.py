@@ -11,7 +11,7 @@ from persample.graph.layout import Layout
 from persample.graph.ops.dims import whole
 from persample.graph.ops.table import named
 from persample.graph.probe import probe_node
-from persample.graph.site import Fate, Flow, Site
+from persample.graph.site import Flow, Outcome, Site
 from tests.forms import numbers
 from tests.graph.matrix.definition import by_sample
 from tests.graph.matrix.nodes import harvest, narrowed
@@ -37,16 +37,16 @@ def planned(name: str, every: bool = False) -> Iterator[tuple[Site, Combination]
             yield from ((one, combination) for combination in asked[:: 1 if every else 4])
 
 
-def fates(site: Site, layouts: Sequence[Layout | None]) -> dict[int, Fate]:
+def outcomes(site: Site, layouts: Sequence[Layout | None]) -> dict[int, Outcome]:
     """What the engine says by sizes and dims, as `assign` does."""
-    found: dict[int, Fate] = {}
+    found: dict[int, Outcome] = {}
     for k in wanted(site):
         one = None if site.op.section else whole(layouts, len(site.target(k)))
         found[k] = one if one is not None else site.op.where(site, k, layouts)
     return found
 
 
-def probed(site: Site, layouts: Sequence[Layout | None]) -> dict[int, Fate]:
+def probed(site: Site, layouts: Sequence[Layout | None]) -> dict[int, Outcome]:
     """What this call's data say."""
     batch = next(layout.batch for layout in layouts if layout is not None)
     found = probe_node(site, layouts, batch)
@@ -54,13 +54,13 @@ def probed(site: Site, layouts: Sequence[Layout | None]) -> dict[int, Fate]:
 
 
 def wrong_flows(
-    site: Site, combination: Combination, ask: Callable[[Site, Sequence[Layout | None]], dict[int, Fate]] = fates
+    site: Site, combination: Combination, ask: Callable[[Site, Sequence[Layout | None]], dict[int, Outcome]] = outcomes
 ) -> tuple[list[str], int]:
     """What the flow of a node, or whoever is asked, gets wrong, and for how many of its outputs there is an answer."""
     given, layouts = cotangents(site, combination)
     given = [g if g is None or lay is None else _carried(g, lay) for g, lay in zip(given, layouts, strict=True)]
     try:
-        said = {k: fate for k, fate in ask(site, layouts).items() if fate is not Flow.PROBE}
+        said = {k: outcome for k, outcome in ask(site, layouts).items() if outcome is not Flow.PROBE}
     except RuntimeError:
         if by_sample(site, given, layouts) is None:
             return [], 0
@@ -70,9 +70,9 @@ def wrong_flows(
         return [], 0
     reached = {k: (row != 0) & row.isfinite() for k, row in rows.items()}
     found = [
-        f"{site.name} {site.shapes} -> output {k} {site.target(k)}, {combination.present}, {layouts}: {fate}, but {why}"
-        for k, fate in said.items()
-        if (why := _refuted(site, k, fate, reached[k]))
+        f"{site.name} {site.shapes} -> output {k} {site.target(k)}, {combination.present}, {layouts}: {outcome}, but {why}"
+        for k, outcome in said.items()
+        if (why := _refuted(site, k, outcome, reached[k]))
     ]
     return found, len(said)
 
@@ -82,13 +82,13 @@ def _carried(g: Tensor, layout: Layout) -> Tensor:
     return torch.where(marks(layout, tuple(g.shape)).any(0), g + 3, torch.zeros((), dtype=g.dtype))
 
 
-def _refuted(site: Site, k: int, fate: Fate, reached: Tensor) -> str | None:
+def _refuted(site: Site, k: int, outcome: Outcome, reached: Tensor) -> str | None:
     """Why a claim does not hold for outputs (B, *target) that are reached so."""
-    if fate is None:
+    if outcome is None:
         return "something arrives" if bool(reached.any()) else None
-    if isinstance(fate, Flow):
+    if isinstance(outcome, Flow):
         return None if site.is_weight(k) or bool((reached.sum(0) > 1).any()) else "no two samples meet"
-    if fate.batch != len(reached):
+    if outcome.batch != len(reached):
         return f"there are {len(reached)} samples"
-    stray = reached & ~marks(fate, site.target(k))
+    stray = reached & ~marks(outcome, site.target(k))
     return f"there are others at {stray.nonzero()[0].tolist()}" if bool(stray.any()) else None

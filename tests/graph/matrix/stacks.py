@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from persample.factors import Dense, Factor, Masked, Outer, Rows, Sum, View
-from persample.factors.moves import Permute
+from persample.factors.rearrange import Permute
 from persample.graph.fallback import push_stacked
 from persample.graph.layout import Block, Shape
 from persample.graph.pullback import lifted, pull
@@ -102,8 +102,8 @@ def wrong_bundles(site: Site) -> tuple[list[str], int]:
         seed(4)
         both = [numbers(shape, _dtype(site)) for _ in range(2)]
         layouts = [Block(batch, inner), *[None] * (len(site.shapes) - 1)]
-        fates = {k: site.op.where(site, k, layouts) for k in wanted(site) if k in reads}
-        for k in (k for k in wanted(site) if fates.get(k) is Flow.SHARED):
+        outcomes = {k: site.op.where(site, k, layouts) for k in wanted(site) if k in reads}
+        for k in (k for k in wanted(site) if outcomes.get(k) is Flow.SHARED):
             saved = {name: site.optional(name) for name in reads[k]}
             if any(t is None for t in saved.values()):
                 continue

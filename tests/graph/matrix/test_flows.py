@@ -64,8 +64,8 @@ def test_what_is_remembered_depends_on_nothing_else(name: str) -> None:
         blocks = [layout for layout in places(site.shapes[0]) if isinstance(layout, Block)]
         for layout in blocks if len(site.shapes) == 1 and 0 not in site.shapes[0] else ():
             for k in wanted(site):
-                fate = named(name).where(site, k, [layout])
-                if isinstance(fate, Block) or (isinstance(fate, Flow) and fate is not Flow.PROBE):
-                    assert named(name).where(Blind(site, k), k, [layout]) == fate  # type: ignore[arg-type]
-                    assert remembered.setdefault((site.shapes[0], layout, site.target(k)), fate) == fate
+                outcome = named(name).where(site, k, [layout])
+                if isinstance(outcome, Block) or (isinstance(outcome, Flow) and outcome is not Flow.PROBE):
+                    assert named(name).where(Blind(site, k), k, [layout]) == outcome  # type: ignore[arg-type]
+                    assert remembered.setdefault((site.shapes[0], layout, site.target(k)), outcome) == outcome
     assert remembered or name in SEVERAL

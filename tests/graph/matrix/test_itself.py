@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from persample.factors import Dense, Factor, Outer, View
-from persample.factors.moves import Permute
-from persample.graph.layout import Block, Fate, Flow, Shape, carry, labels, sample_dims, simplify
+from persample.factors.rearrange import Permute
+from persample.graph.layout import Block, Flow, Outcome, Shape, carry, labels, sample_dims, simplify
 from persample.graph.ops import table
 from persample.graph.ops.dims import leading, only
 from persample.graph.ops.table import EVERY, Layouts, Op, Rowwise, named
@@ -69,13 +69,13 @@ def _as_entered(name: str) -> Op:
 _MM, _ADDMM, _NORM, _BAG = (_as_entered(name).factor for name in ("Mm", "Addmm", "NativeLayerNorm", "Embedding"))
 
 
-def _keeps_first_dim(site: Site, k: int, layouts: Layouts) -> Fate:
+def _keeps_first_dim(site: Site, k: int, layouts: Layouts) -> Outcome:
     """Right for cdist, but for a broadcast operand with as many rows as there are samples."""
     found = carry(only(layouts), site.shapes[0], site.target(k), leading(site.shapes[0], 1))
     return Flow.PROBE if found is None else found
 
 
-def _counts_from_the_front(site: Site, k: int, layouts: Layouts) -> Fate:
+def _counts_from_the_front(site: Site, k: int, layouts: Layouts) -> Outcome:
     """Elementwise ops align operands at the last dim, not at the first."""
     shape, target = site.shapes[0], site.target(k)
     dims = [d if d < len(target) and target[d] == n else None for d, n in enumerate(shape)]
@@ -83,7 +83,7 @@ def _counts_from_the_front(site: Site, k: int, layouts: Layouts) -> Fate:
     return Flow.SHARED if found is None else found
 
 
-def _sections_of_what_is_requested(site: Site, k: int, layouts: Layouts) -> Fate:
+def _sections_of_what_is_requested(site: Site, k: int, layouts: Layouts) -> Outcome:
     """Counts the operands before k, of which some may not be requested."""
     layout, shape = only(layouts), site.shapes[0]
     dim = site.number("dim") % len(shape)
@@ -93,7 +93,7 @@ def _sections_of_what_is_requested(site: Site, k: int, layouts: Layouts) -> Fate
     return simplify(labels(layout, shape).narrow(dim, sum(before), site.target(k)[dim]), site.target(k), layout.batch)
 
 
-def _forgets_folds(site: Site, k: int, layouts: Layouts) -> Fate:
+def _forgets_folds(site: Site, k: int, layouts: Layouts) -> Outcome:
     """A transposed block is not the same block."""
     layout = only(layouts)
     return layout if isinstance(layout, Block) else _TRANSPOSE(site, k, layouts)

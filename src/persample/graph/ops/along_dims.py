@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 
-from ..layout import Fate, Flow, Layout, Shape, same
+from ..layout import Flow, Layout, Outcome, Shape, same
 from ..site import Site
 from .dims import but, follow, keep, of_same_size, only
 from .table import Layouts, Undecided, op
 
 
-def along_dim(site: Site, k: int, layouts: Layouts) -> Fate:
+def along_dim(site: Site, k: int, layouts: Layouts) -> Outcome:
     """Fibres along one dim."""
     layout, shape, target = only(layouts), site.shapes[0], site.target(k)
     if not shape or len(shape) != len(target):
@@ -18,19 +18,19 @@ def along_dim(site: Site, k: int, layouts: Layouts) -> Fate:
     return keep(layout, shape, target, of_same_size(shape, target, but(shape, *site.dims("dim", len(shape)))))
 
 
-def fourier(site: Site, k: int, layouts: Layouts) -> Fate:
+def fourier(site: Site, k: int, layouts: Layouts) -> Outcome:
     """The transformed dims are mixed."""
     shape = site.shapes[0]
     return keep(only(layouts), shape, site.target(k), but(shape, *site.dims("dim", len(shape))))
 
 
-def reduction(site: Site, k: int, layouts: Layouts) -> Fate:
+def reduction(site: Site, k: int, layouts: Layouts) -> Outcome:
     """The reduced dims come back: every fibre along them belongs to the sample of its result."""
     live = [(shape, layout) for shape, layout in zip(site.shapes, layouts, strict=True) if layout is not None]
     target = site.target(k)
-    fates = [_unreduced(site, layout, shape, target) for shape, layout in live]
-    first = fates[0]
-    alike = all(first is not None and fate is not None and same(first, fate) for fate in fates)
+    outcomes = [_unreduced(site, layout, shape, target) for shape, layout in live]
+    first = outcomes[0]
+    alike = all(first is not None and outcome is not None and same(first, outcome) for outcome in outcomes)
     return first if alike else Flow.PROBE
 
 

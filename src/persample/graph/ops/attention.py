@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ..layout import Fate
+from ..layout import Outcome
 from ..site import Site
 from .dims import keep, leading, of_same_size, only
 from .table import Layouts, Undecided, op
 
 
-def attention(site: Site, k: int, layouts: Layouts) -> Fate:
+def attention(site: Site, k: int, layouts: Layouts) -> Outcome:
     """Batch and heads stay, of keys and values as long as they have as many heads as queries."""
     layout, shape, target = only(layouts), site.shapes[0], site.target(k)
     if len(shape) != len(target):

@@ -6,9 +6,9 @@ from torch import Tensor
 
 from ...factors import Dense, Factor
 from ..invoke import call
-from ..lanes import sum_per_sample
 from ..layout import Flow, Layout, Shape
 from ..probe import probe_node
+from ..sample_rows import sum_per_sample
 from ..use import Use
 
 
@@ -23,7 +23,7 @@ def by_probe(use: Use) -> Factor | None:
     value = call(site.node, use.cotangents, site.edges)[k]
     if value is None or value.is_sparse or tuple(value.shape) == use.target:
         return None
-    fate = probe_node(site, use.layouts, use.batch, summed=False)[k]
-    if fate is None or isinstance(fate, Flow):
+    outcome = probe_node(site, use.layouts, use.batch, summed=False)[k]
+    if outcome is None or isinstance(outcome, Flow):
         return None
-    return dense(value.to(site.metadata(k).dtype), fate, use.target)
+    return dense(value.to(site.metadata(k).dtype), outcome, use.target)

@@ -6,20 +6,20 @@ from functools import partial
 
 from ...factors import Convolution, Dense, Factor
 from ...kernels.convolution import Geometry
-from ..layout import Fate, Flow, Shape, sample_dims
+from ..layout import Flow, Outcome, Shape, sample_dims
 from ..site import Site
 from ..use import Use
 from .dims import keep, leading, only
 from .table import Layouts, Rowwise, op
 
 
-def images(site: Site, k: int, layouts: Layouts) -> Fate:
+def images(site: Site, k: int, layouts: Layouts) -> Outcome:
     """Dim 0 counts the images, and stays."""
     shape = site.shapes[0]
     return keep(only(layouts), shape, site.target(k), leading(shape, 1))
 
 
-def shared_by_images(site: Site, k: int, layouts: Layouts) -> Fate:
+def shared_by_images(site: Site, k: int, layouts: Layouts) -> Outcome:
     """Weight and bias, or scale and shift, are shared by all images."""
     return Flow.SHARED if sample_dims(only(layouts), site.shapes[0]) == (0,) else Flow.PROBE
 
@@ -39,11 +39,11 @@ def mixed_dims(site: Site) -> tuple[Shape, Shape]:
 def convolution(use: Use) -> Factor | None:
     """Images (dim 0) grouped by sample; the weight's gradient stays a pair of inputs and cotangents."""
     site, g = use.site, use.g
-    lanes = use.lanes(1)
-    if lanes is None or g.is_complex():
+    samples = use.rows(1)
+    if samples is None or g.is_complex():
         return None
     if use.k == 2:
-        return Dense(lanes.sum(g.sum(tuple(range(2, g.ndim)))))
+        return Dense(samples.sum(g.sum(tuple(range(2, g.ndim)))))
     geometry = Geometry(
         stride=_per_dim(use, "stride"),
         padding=_per_dim(use, "padding"),
@@ -55,7 +55,7 @@ def convolution(use: Use) -> Factor | None:
     x = site.tensor("input")
     if use.k != 1 or x.dtype != g.dtype:
         return None
-    return Convolution(lanes.group(x), lanes.group(g), use.target, geometry)
+    return Convolution(samples.group(x), samples.group(g), use.target, geometry)
 
 
 def _per_dim(use: Use, name: str) -> tuple[int, ...]:

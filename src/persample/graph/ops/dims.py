@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-from ..layout import Fate, Flow, Labels, Layout, Shape, broadcast_dims, carry
+from ..layout import Flow, Labels, Layout, Outcome, Shape, broadcast_dims, carry
 from ..site import Site
 from .table import FlowRule, Layouts, Undecided
 
@@ -65,7 +65,7 @@ def _fits(shape: Shape, target: Shape, to_dims: tuple[int | None, ...], rank: in
     return once and all(0 <= to < rank and target[to] == n for n, to in staying)
 
 
-def keep(layout: Layout, shape: Shape, target: Shape, to_dims: Dims, rank: int | None = None) -> Fate:
+def keep(layout: Layout, shape: Shape, target: Shape, to_dims: Dims, rank: int | None = None) -> Outcome:
     """`follow`, with the data to decide where samples lie in a dim that does not stay."""
     found = follow(layout, shape, target, to_dims, rank)
     return Flow.PROBE if found is None else found
@@ -86,7 +86,7 @@ def of_same_size(shape: Shape, target: Shape, to_dims: Dims) -> list[int | None]
     return [to if to is not None and target[to] == n else None for n, to in zip(shape, to_dims, strict=True)]
 
 
-def unbroadcast(layout: Layout, shape: Shape, target: Shape) -> Fate:
+def unbroadcast(layout: Layout, shape: Shape, target: Shape) -> Outcome:
     """An operand that was broadcast along the sample dim has a gradient that sums over samples."""
     found = carry(layout, shape, target, broadcast_dims(shape, target))
     return Flow.SHARED if found is None else found
@@ -106,7 +106,7 @@ def by_letters(result: str, operands: Mapping[int, str]) -> dict[int, FlowRule]:
 def _flow_of_letters(result: str, own: str) -> FlowRule:
     letters, mine = result.removeprefix("..."), own.removeprefix("...")
 
-    def flow(site: Site, k: int, layouts: Layouts) -> Fate:
+    def flow(site: Site, k: int, layouts: Layouts) -> Outcome:
         layout, shape, target = only(layouts), site.shapes[0], site.target(k)
         more = len(shape) - len(letters)
         if more < 0 or (more and letters == result):

@@ -13,7 +13,7 @@ from .table import op
 
 def cdist(use: Use) -> Factor | None:
     """Distances to the rows of a table: PyTorch's own backward, with a batch of samples."""
-    site, rows, width = use.site, use.lanes(use.g.ndim - 1), use.target[-1]
+    site, rows, width = use.site, use.rows(use.g.ndim - 1), use.target[-1]
     if use.k != 1 or rows is None or prod(use.target[:-2]) != 1:
         return None
     x = site.tensor("x1").expand(*use.g.shape[:-1], width)

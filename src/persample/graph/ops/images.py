@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..layout import Fate
+from ..layout import Outcome
 from ..site import Site
 from .dims import keep, leading, only
 from .table import FlowRule, Layouts, op
@@ -11,7 +11,7 @@ from .table import FlowRule, Layouts, op
 def last_dims(mixed: int) -> FlowRule:
     """The last dims are pooled, padded, resized or shuffled."""
 
-    def flow(site: Site, k: int, layouts: Layouts) -> Fate:
+    def flow(site: Site, k: int, layouts: Layouts) -> Outcome:
         shape = site.shapes[0]
         return keep(only(layouts), shape, site.target(k), leading(shape, len(shape) - mixed))
 
@@ -22,7 +22,7 @@ def last_dims(mixed: int) -> FlowRule:
 def batches(rank: int | None = None) -> FlowRule:
     """Whatever happens to images of this rank, or of that of the results, dim 0 counts them."""
 
-    def flow(site: Site, k: int, layouts: Layouts) -> Fate:
+    def flow(site: Site, k: int, layouts: Layouts) -> Outcome:
         shape = site.shapes[0]
         return keep(only(layouts), shape, site.target(k), leading(shape, 1), rank)
 

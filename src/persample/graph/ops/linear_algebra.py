@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 
-from ..layout import Fate
+from ..layout import Outcome
 from ..site import Site
 from .dims import keep, leading, of_same_size
 from .table import EVERY, Layouts, Undecided, op
 
 
-def matrices(site: Site, k: int, layouts: Layouts) -> Fate:
+def matrices(site: Site, k: int, layouts: Layouts) -> Outcome:
     """The last two dims are a matrix; those in front of them count matrices, and stay."""
     target = site.target(k)
     live = [(s, lay) for s, lay in zip(site.shapes, layouts, strict=True) if lay is not None]

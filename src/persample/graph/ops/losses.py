@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from ..layout import Fate
+from ..layout import Outcome
 from ..site import Site
 from .dims import keep, only
 from .table import Layouts, op
 
 
-def by_class(site: Site, k: int, layouts: Layouts) -> Fate:
+def by_class(site: Site, k: int, layouts: Layouts) -> Outcome:
     """(N, ...) came from (N, C, ...)."""
     shape = site.shapes[0]
     return keep(only(layouts), shape, site.target(k), [d + (d > 0) for d in range(len(shape))], len(shape) + 1)
 
 
-def ctc(site: Site, k: int, layouts: Layouts) -> Fate:
+def ctc(site: Site, k: int, layouts: Layouts) -> Outcome:
     """(N,) came from (T, N, C)."""
     return keep(only(layouts), site.shapes[0], site.target(k), [1], 3)
 

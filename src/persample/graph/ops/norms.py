@@ -12,8 +12,8 @@ from torch import Tensor
 from ...factors import Dense, Factor
 from ...kernels.library import group_norm_sums
 from ...kernels.norms import wide
-from ..lanes import sum_per_sample
-from ..layout import Fate, Flow, Shape, carry, sample_dims
+from ..layout import Flow, Outcome, Shape, carry, sample_dims
+from ..sample_rows import sum_per_sample
 from ..site import Site
 from ..use import Use
 from . import convolutions
@@ -22,13 +22,13 @@ from .dims import follow, keep, leading, only
 from .table import Layouts, Rowwise, op
 
 
-def rows(site: Site, k: int, layouts: Layouts) -> Fate:
+def rows(site: Site, k: int, layouts: Layouts) -> Outcome:
     """Mixes the last dims."""
     shape = site.shapes[0]
     return keep(only(layouts), shape, site.target(k), leading(shape, _kept(site)))
 
 
-def shared_by_rows(site: Site, k: int, layouts: Layouts) -> Fate:
+def shared_by_rows(site: Site, k: int, layouts: Layouts) -> Outcome:
     """Scale and shift are shared by all rows."""
     kept = _kept(site)
     return Flow.SHARED if all(d < kept for d in sample_dims(only(layouts), site.shapes[0])) else Flow.PROBE
@@ -50,7 +50,7 @@ def group_dims(site: Site) -> tuple[Shape, Shape]:
     return convolutions.by_group(shape, site.number("group")), tuple(range(2, len(shape) + 1))
 
 
-def channels(site: Site, k: int, layouts: Layouts) -> Fate:
+def channels(site: Site, k: int, layouts: Layouts) -> Outcome:
     """Channels (dim 1) are apart from one another; the rest is mixed in training mode, left alone in eval mode."""
     layout, shape, target = only(layouts), site.shapes[0], site.target(k)
     if not _averages_batch(site) and shape == target:
@@ -58,7 +58,7 @@ def channels(site: Site, k: int, layouts: Layouts) -> Fate:
     return keep(layout, shape, target, [d if d == _channel(shape) else None for d in range(len(shape))])
 
 
-def shared_by_channels(site: Site, k: int, layouts: Layouts) -> Fate:
+def shared_by_channels(site: Site, k: int, layouts: Layouts) -> Outcome:
     """Scale and shift have one number per channel."""
     layout, shape, target = only(layouts), site.shapes[0], site.target(k)
     found = follow(layout, shape, target, [0 if d == _channel(shape) else None for d in range(len(shape))], 1)
@@ -108,12 +108,12 @@ def _shift(use: Use) -> Factor | None:
 
 def _rows_scaled(use: Use, rows: Tensor, rstd: Tensor) -> Factor | None:
     """Σ_t rstd_t · rows_t over a sample's positions, as one product."""
-    lanes = use.lanes(use.g.ndim - len(use.target))
-    if lanes is None:
+    samples = use.rows(use.g.ndim - len(use.target))
+    if samples is None:
         return None
     count = rstd.numel()
-    scale = lanes.group(rstd.reshape(count).to(rows.dtype)).unsqueeze(1)
-    summed = torch.bmm(scale, lanes.group(rows.reshape(count, prod(use.target))))
+    scale = samples.group(rstd.reshape(count).to(rows.dtype)).unsqueeze(1)
+    summed = torch.bmm(scale, samples.group(rows.reshape(count, prod(use.target))))
     return Dense(summed.reshape(use.batch, *use.target).to(use.site.metadata(1).dtype))
 
 

@@ -10,9 +10,9 @@ from functools import partial
 from torch import Tensor
 
 from ...factors import Factor, View
-from ...factors.moves import Cast
+from ...factors.rearrange import Cast
 from ..invoke import call
-from ..layout import Fate, Flow, Labels, Shape, broadcast_dims, carry
+from ..layout import Flow, Labels, Outcome, Shape, broadcast_dims, carry
 from ..site import Site
 from ..use import Use
 from .broadcast import dense
@@ -20,7 +20,7 @@ from .dims import only
 from .table import EVERY, Layouts, Undecided, op
 
 
-def elementwise(site: Site, k: int, layouts: Layouts) -> Fate:
+def elementwise(site: Site, k: int, layouts: Layouts) -> Outcome:
     """An operand that was broadcast along the sample dim has a gradient that sums over samples."""
     layout, shape, target = only(layouts), site.shapes[0], site.target(k)
     if shape == target:

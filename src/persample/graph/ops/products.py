@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ...factors import Dense, Factor, Outer, View
-from ...factors.moves import Reshape
-from ..lanes import Lanes
-from ..layout import Fate, Flow, Layout, carry, labels, sample_dims
+from ...factors.rearrange import Reshape
+from ..layout import Flow, Layout, Outcome, carry, labels, sample_dims
+from ..sample_rows import SampleRows
 from ..site import Site
 from ..use import Use
 from .broadcast import dense
@@ -28,7 +28,7 @@ def _product(names: str, result: str, operands: Mapping[int, str], saved: tuple[
     op(names, flow=flows, product=Product(result, operands, saved), **known)
 
 
-def added(site: Site, k: int, layouts: Layouts) -> Fate:
+def added(site: Site, k: int, layouts: Layouts) -> Outcome:
     """The term that is added may have been broadcast."""
     return unbroadcast(only(layouts), site.shapes[0], site.target(k))
 
@@ -64,12 +64,12 @@ def _matrix(use: Use, operand: int, first: str, second: str, scale: float) -> Fa
     """Outer products over the rows (for the right operand) or the columns (for the left one) of g."""
     g, layout = use.g, use.layout
     if operand == 1:
-        lanes = Lanes.of(layout, tuple(g.shape), 1)
-        return None if lanes is None else Outer(lanes.group(_conj(use.site.tensor(first))), lanes.group(g), scale)
-    lanes = _column_lanes(layout, g)
-    if lanes is None:
+        samples = SampleRows.of(layout, tuple(g.shape), 1)
+        return None if samples is None else Outer(samples.group(_conj(use.site.tensor(first))), samples.group(g), scale)
+    samples = _column_rows(layout, g)
+    if samples is None:
         return None
-    return Outer(lanes.group(g.t()), lanes.group(_conj(use.site.tensor(second)).t()), scale)
+    return Outer(samples.group(g.t()), samples.group(_conj(use.site.tensor(second)).t()), scale)
 
 
 def _conj(t: Tensor) -> Tensor:
@@ -77,10 +77,10 @@ def _conj(t: Tensor) -> Tensor:
     return t.conj().resolve_conj() if t.is_complex() else t
 
 
-def _column_lanes(layout: Layout, g: Tensor) -> Lanes | None:
+def _column_rows(layout: Layout, g: Tensor) -> SampleRows | None:
     """The columns of a matrix as rows that belong to samples."""
     flipped = carry(layout, tuple(g.shape), tuple(g.t().shape), (1, 0))
-    return None if flipped is None else Lanes.of(flipped, tuple(g.t().shape), 1)
+    return None if flipped is None else SampleRows.of(flipped, tuple(g.t().shape), 1)
 
 
 def bmm(use: Use) -> Factor | None:
@@ -116,18 +116,18 @@ def _by_product(layout: Layout, *tensors: Tensor) -> tuple[Tensor, ...] | None:
     shape = tuple(tensors[0].shape)
     n = shape[0]
     swapped = carry(layout, shape, (shape[1], n, shape[2]), (1, 0, 2))
-    lanes = None if swapped is None else Lanes.of(swapped, (shape[1], n, shape[2]), 1)
-    if lanes is not None and n == 1:
-        return tuple(lanes.group(t.squeeze(0)).unsqueeze(1) for t in tensors)
-    if lanes is not None:
-        return tuple(lanes.group(t.transpose(0, 1)).transpose(1, 2) for t in tensors)
+    samples = None if swapped is None else SampleRows.of(swapped, (shape[1], n, shape[2]), 1)
+    if samples is not None and n == 1:
+        return tuple(samples.group(t.squeeze(0)).unsqueeze(1) for t in tensors)
+    if samples is not None:
+        return tuple(samples.group(t.transpose(0, 1)).transpose(1, 2) for t in tensors)
     mark = labels(layout, shape)
     if mark.shape[2] != 1:
         return None
     mark = mark.squeeze(2).expand(n, shape[1])  # routed experts: every product has its own rows
     product = torch.arange(n, device="cpu").unsqueeze(1)
-    lanes = Lanes.labelled(layout.batch * n, torch.where(mark < 0, mark, mark * n + product).reshape(-1))
-    return tuple(lanes.group(t.flatten(0, 1)).unflatten(0, (layout.batch, n)) for t in tensors)
+    samples = SampleRows.labelled(layout.batch * n, torch.where(mark < 0, mark, mark * n + product).reshape(-1))
+    return tuple(samples.group(t.flatten(0, 1)).unflatten(0, (layout.batch, n)) for t in tensors)
 
 
 def grouped_mm(use: Use) -> Factor | None:
@@ -143,8 +143,8 @@ def grouped_mm(use: Use) -> Factor | None:
     group = torch.bucketize(torch.arange(len(g), device="cpu"), ends.to("cpu", torch.int64), right=True)
     mark = mark.squeeze(1).expand(len(g))
     mark = torch.where((mark < 0) | (group >= groups), -1, mark * groups + group.clamp(max=groups - 1))
-    lanes = Lanes.labelled(use.batch * groups, mark)
-    x, dy = (lanes.group(t).unflatten(0, (use.batch, groups)) for t in (site.tensor("self"), g))
+    samples = SampleRows.labelled(use.batch * groups, mark)
+    x, dy = (samples.group(t).unflatten(0, (use.batch, groups)) for t in (site.tensor("self"), g))
     return Outer(x, dy)
 
 
@@ -156,12 +156,12 @@ def addbmm(use: Use) -> Factor | None:
     order = (0, 1) if use.k == 2 else (1, 0)
     g = use.g.permute(order)
     layout = carry(use.layout, tuple(use.g.shape), tuple(g.shape), order)
-    lanes = None if layout is None else Lanes.of(layout, tuple(g.shape), 1)
-    if lanes is None or alpha is None:
+    samples = None if layout is None else SampleRows.of(layout, tuple(g.shape), 1)
+    if samples is None or alpha is None:
         return None
     other = _conj(use.site.tensor("batch1") if use.k == 2 else use.site.tensor("batch2").mT)
-    x = lanes.group(other.transpose(0, 1)).transpose(1, 2)
-    dy = lanes.group(g).unsqueeze(1).expand(-1, len(other), -1, -1)
+    x = samples.group(other.transpose(0, 1)).transpose(1, 2)
+    dy = samples.group(g).unsqueeze(1).expand(-1, len(other), -1, -1)
     return Outer(x, dy, alpha) if use.k == 2 else Outer(dy, x, alpha)
 
 
@@ -179,26 +179,26 @@ def addmv(use: Use) -> Factor | None:
 
 
 def _vector(use: Use, matrix: str, scale: float) -> Factor | None:
-    lanes = use.lanes(1)
-    if lanes is None:
+    samples = use.rows(1)
+    if samples is None:
         return None
-    return Dense(lanes.sum(use.g.unsqueeze(1) * _conj(use.site.tensor(matrix)) * scale))
+    return Dense(samples.sum(use.g.unsqueeze(1) * _conj(use.site.tensor(matrix)) * scale))
 
 
 def trilinear(use: Use) -> Factor | None:
     """F.bilinear's weight: dW[b, o, i, j] = Σ_t g[b, t, o] x1[b, t, i] x2[b, t, j]."""
     site, g, target = use.site, use.g, use.target
     form = [site.numbers(name) for name in ("expand1", "expand2", "expand3", "sumdim")]
-    lanes = use.lanes(1)
-    if use.k != 1 or lanes is None or form != [(1, 3), (0,), (1, 2), (2, 3)] or len(target) != 3:
+    samples = use.rows(1)
+    if use.k != 1 or samples is None or form != [(1, 3), (0,), (1, 2), (2, 3)] or len(target) != 3:
         return None
     x1, x2 = site.tensor("i1"), site.tensor("i3")
     pairs = (x1.unsqueeze(2) * x2.unsqueeze(1)).reshape(len(g), target[1] * target[2])
-    flat = Outer(lanes.group(g), lanes.group(pairs))
+    flat = Outer(samples.group(g), samples.group(pairs))
     return View(flat, target, Reshape(flat.shape, target))
 
 
-def trilinear_flow(site: Site, k: int, layouts: Layouts) -> Fate:
+def trilinear_flow(site: Site, k: int, layouts: Layouts) -> Outcome:
     """Operands are expanded to one rank; the dims that an operand has are free, the others are contracted."""
     layout, shape, target = only(layouts), site.shapes[0], site.target(k)
     expand, summed = site.numbers(f"expand{k + 1}"), site.numbers("sumdim")
@@ -211,14 +211,14 @@ def trilinear_flow(site: Site, k: int, layouts: Layouts) -> Fate:
     return Flow.SHARED if not any(left[d] in own for d in sample_dims(layout, shape)) else Flow.PROBE
 
 
-def rows_of_groups(site: Site, k: int, layouts: Layouts) -> Fate:
+def rows_of_groups(site: Site, k: int, layouts: Layouts) -> Outcome:
     """Rows of one matrix, each multiplied by the matrix of its group."""
     layout, shape, target = only(layouts), site.shapes[0], site.target(k)
     found = follow(layout, shape, target, [0, None], 2) if len(target) == 2 else None
     return Flow.PROBE if found is None else found
 
 
-def matrices_of_groups(site: Site, k: int, layouts: Layouts) -> Fate:
+def matrices_of_groups(site: Site, k: int, layouts: Layouts) -> Outcome:
     """The matrices are shared, if they are weights."""
     only(layouts)
     return Flow.SHARED if site.is_weight(k) else Flow.PROBE

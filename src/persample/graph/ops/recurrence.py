@@ -13,9 +13,9 @@ from torch import Tensor
 from ...factors import Dense, Factor, Outer
 from ...kernels.recurrence import LstmLayer, LstmReplay, replay_lstm
 from ..answers import LstmAnswer, Outputs
-from ..lanes import Lanes
-from ..layout import Fate, Flow, Layout, Shape, carry, join, same
+from ..layout import Flow, Layout, Outcome, Shape, carry, join, same
 from ..nodes import NodeSlot, children
+from ..sample_rows import SampleRows
 from ..saved import metadata
 from ..site import Site
 from ..traverse import leading_to
@@ -24,7 +24,7 @@ from .dims import follow
 from .table import Layouts, op
 
 
-def columns(site: Site, k: int, layouts: Layouts) -> Fate:
+def columns(site: Site, k: int, layouts: Layouts) -> Outcome:
     """Output (T, B, h) and states (B, h): the last dim but one counts the sequences."""
     target = site.target(k)
     found: Layout | None = None
@@ -38,7 +38,7 @@ def columns(site: Site, k: int, layouts: Layouts) -> Fate:
     return found
 
 
-def shared_by_columns(site: Site, k: int, layouts: Layouts) -> Fate:
+def shared_by_columns(site: Site, k: int, layouts: Layouts) -> Outcome:
     """Weights and biases are shared."""
     return Flow.SHARED
 
@@ -51,13 +51,13 @@ def mixed_dims(site: Site) -> tuple[Shape, Shape]:
 
 def lstm(use: Use) -> Factor | None:
     """One direction of one layer of the CPU's LSTM: outputs 1 to 4 are w_ih, w_hh, b_ih, b_hh."""
-    lanes = _columns(use)
-    if lanes is None or not 1 <= use.k <= 4:
+    samples = _columns(use)
+    if samples is None or not 1 <= use.k <= 4:
         return None
     memo = use.site.memo
     if "replay" not in memo:  # all weights of the layer share it
         memo["replay"] = _replayed(use)
-        memo["dy"], memo["shared"] = lanes.group(memo["replay"].d_gates.transpose(0, 1)).flatten(1, 2), {}
+        memo["dy"], memo["shared"] = samples.group(memo["replay"].d_gates.transpose(0, 1)).flatten(1, 2), {}
     replay: LstmReplay = memo["replay"]
     dy: Tensor = memo["dy"]
     if use.k >= 3:
@@ -66,10 +66,10 @@ def lstm(use: Use) -> Factor | None:
         bias: Dense = memo["bias"]
         return bias
     x = use.site.tensor("input").to(dy.dtype) if use.k == 1 else replay.h_previous
-    return Outer(dy, lanes.group(x.transpose(0, 1)).flatten(1, 2), memo=memo["shared"])
+    return Outer(dy, samples.group(x.transpose(0, 1)).flatten(1, 2), memo=memo["shared"])
 
 
-def _columns(use: Use) -> Lanes | None:
+def _columns(use: Use) -> SampleRows | None:
     """Columns (T, ·) of the layer as rows that belong to samples; None if the cotangents disagree on whose they are."""
     found: Layout | None = None
     for shape, layout in zip(use.site.shapes, use.layouts, strict=True):
@@ -81,7 +81,7 @@ def _columns(use: Use) -> Lanes | None:
         found = one if found is None or one is None else join(found, one, (columns,))
         if found is None:
             return None
-    return None if found is None else Lanes.of(found, (columns,), 1)
+    return None if found is None else SampleRows.of(found, (columns,), 1)
 
 
 def _replayed(use: Use) -> LstmReplay:

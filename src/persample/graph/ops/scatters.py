@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from ..layout import Fate, labels, simplify
+from ..layout import Outcome, labels, simplify
 from ..site import Site
 from .along_dims import along_dim
 from .dims import but, follow, only
 from .table import Layouts, Undecided, op
 
 
-def base(site: Site, k: int, layouts: Layouts) -> Fate:
+def base(site: Site, k: int, layouts: Layouts) -> Outcome:
     """The base has the result's shape, and keeps its own layout."""
     layout, shape, target = only(layouts), site.shapes[0], site.target(k)
     if shape != target:
@@ -17,7 +17,7 @@ def base(site: Site, k: int, layouts: Layouts) -> Fate:
     return layout
 
 
-def source(site: Site, k: int, layouts: Layouts) -> Fate:
+def source(site: Site, k: int, layouts: Layouts) -> Outcome:
     """Rows of the source go to places of one dim."""
     layout, shape, target = only(layouts), site.shapes[0], site.target(k)
     if not shape:
@@ -31,7 +31,7 @@ def source(site: Site, k: int, layouts: Layouts) -> Fate:
     return simplify(picked, target, layout.batch)
 
 
-def reduced_source(site: Site, k: int, layouts: Layouts) -> Fate:
+def reduced_source(site: Site, k: int, layouts: Layouts) -> Outcome:
     """Fibres along one dim; of a source larger than its index, PyTorch repeats gradients."""
     if tuple(site.tensor("index").shape) != site.target(k):
         raise Undecided

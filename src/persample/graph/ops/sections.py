@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from ...factors import Dense, Factor, View
-from ...factors.moves import Section
-from ..layout import NOBODY, Fate, Flow, Labels, Layout, Shape, labels, same, sample_dims, simplify
+from ...factors.rearrange import Section
+from ..layout import NOBODY, Flow, Labels, Layout, Outcome, Shape, labels, same, sample_dims, simplify
 from ..site import Site
 from ..use import Use
 from .dims import but, follow, keep, only
 from .table import EVERY, Layouts, Undecided, op
 
 
-def slice_of_dim(site: Site, k: int, layouts: Layouts) -> Fate:
+def slice_of_dim(site: Site, k: int, layouts: Layouts) -> Outcome:
     """Part of one dim: the rest of it belongs to nobody."""
     layout, shape, target = only(layouts), site.shapes[0], site.target(k)
     dim = site.number("dim") % len(target)
@@ -40,7 +40,7 @@ def _slice(site: Site, size: int) -> slice:
     return slice(*slice(start, end, site.number("step")).indices(size))
 
 
-def place_in_dim(site: Site, k: int, layouts: Layouts) -> Fate:
+def place_in_dim(site: Site, k: int, layouts: Layouts) -> Outcome:
     """One place of one dim: the others belong to nobody."""
     layout, shape, target = only(layouts), site.shapes[0], site.target(k)
     dim = site.number("dim") % len(target)
@@ -66,17 +66,17 @@ def _set_into(picked: Tensor, target: Shape, dim: int, where: slice, batch: int)
     return simplify(index, target, batch)
 
 
-def pieces(site: Site, k: int, layouts: Layouts) -> Fate:
+def pieces(site: Site, k: int, layouts: Layouts) -> Outcome:
     """Put the pieces of one dim together again."""
     return _joined(site, k, layouts, unbound=False)
 
 
-def places(site: Site, k: int, layouts: Layouts) -> Fate:
+def places(site: Site, k: int, layouts: Layouts) -> Outcome:
     """Put all places of one dim together again."""
     return _joined(site, k, layouts, unbound=True)
 
 
-def _joined(site: Site, k: int, layouts: Layouts, unbound: bool) -> Fate:
+def _joined(site: Site, k: int, layouts: Layouts, unbound: bool) -> Outcome:
     target = site.target(k)
     dim = site.number("dim") % len(target)
     live = [(s, lay) for s, lay in zip(site.shapes, layouts, strict=True) if lay is not None]
@@ -107,7 +107,7 @@ def _moved_alike(live: Sequence[tuple[Shape, Layout]], target: Shape, dim: int, 
     return found
 
 
-def stacked(site: Site, k: int, layouts: Layouts) -> Fate:
+def stacked(site: Site, k: int, layouts: Layouts) -> Outcome:
     """Operand k is slice k of the new dim."""
     layout, shape, target = only(layouts), site.shapes[0], site.target(k)
     dim = site.number("dim") % len(shape)
@@ -120,7 +120,7 @@ def stacked(site: Site, k: int, layouts: Layouts) -> Fate:
     return Labels(layout.batch, index) if index.numel() == 1 else simplify(index, target, layout.batch)
 
 
-def concatenated(site: Site, k: int, layouts: Layouts) -> Fate:
+def concatenated(site: Site, k: int, layouts: Layouts) -> Outcome:
     """Operand k is a section of one dim; which one is known by sizes when all operands are."""
     layout, shape, target = only(layouts), site.shapes[0], site.target(k)
     if target == (0,):  # an empty operand may have any rank
@@ -135,7 +135,7 @@ def concatenated(site: Site, k: int, layouts: Layouts) -> Fate:
     return simplify(labels(layout, shape).narrow(dim, start, target[dim]), target, layout.batch)
 
 
-def repeated(site: Site, k: int, layouts: Layouts) -> Fate:
+def repeated(site: Site, k: int, layouts: Layouts) -> Outcome:
     """One row for all samples is shared; dims that are not repeated stay."""
     layout, shape, target = only(layouts), site.shapes[0], site.target(k)
     repeats, offset = site.numbers("repeats"), len(shape) - len(target)
@@ -166,14 +166,14 @@ def repeat(use: Use) -> Factor | None:
     return Dense(total.reshape(use.batch, *use.target))
 
 
-def padded(site: Site, k: int, layouts: Layouts) -> Fate:
+def padded(site: Site, k: int, layouts: Layouts) -> Outcome:
     """Dims without padding stay."""
     shape, pad = site.shapes[0], site.numbers("pad")
     wider = [len(shape) - 1 - j for j in range(len(pad) // 2) if pad[2 * j] or pad[2 * j + 1]]
     return keep(only(layouts), shape, site.target(k), but(shape, *wider))
 
 
-def windows(site: Site, k: int, layouts: Layouts) -> Fate:
+def windows(site: Site, k: int, layouts: Layouts) -> Outcome:
     """Windows along one dim, whose elements are in a new last dim."""
     shape, target = site.shapes[0], site.target(k)
     if not target:

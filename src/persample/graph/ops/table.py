@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from ..layout import Fate, Flow, Layout, Shape
+from ..layout import Flow, Layout, Outcome, Shape
 from ..nodes import op_name
 from ..saved import is_custom
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..use import Use
 
 Layouts = Sequence[Layout | None]
-FlowRule = Callable[["Site", int, Layouts], Fate]
+FlowRule = Callable[["Site", int, Layouts], Outcome]
 Rule = Callable[["Use"], "Factor | None"]
 Lift = Callable[["Site", "Factor", Shape], "Factor | None"]
 
@@ -89,7 +89,7 @@ class Op:
     # The name under which it saves its data, and how many of their first dims its result keeps (0: all).
     saved_data: tuple[str, int] | None = None
 
-    def where(self, site: Site, k: int, layouts: Layouts) -> Fate:
+    def where(self, site: Site, k: int, layouts: Layouts) -> Outcome:
         """Where the samples lie in backward output k; `Flow.PROBE` where sizes and dims do not decide."""
         flow = self.flow.get(k) or self.flow.get(EVERY)
         if flow is None:

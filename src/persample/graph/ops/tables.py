@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from ...factors import Factor, Rows, View
-from ...factors.moves import Reshape
+from ...factors.rearrange import Reshape
 from .. import saved
-from ..lanes import Lanes
-from ..layout import NOBODY, Fate, Flow, Layout, Shape, labels, sample_dims, simplify, strides
+from ..layout import NOBODY, Flow, Layout, Outcome, Shape, labels, sample_dims, simplify, strides
+from ..sample_rows import SampleRows
 from ..site import Site
 from ..use import Use
 from .along_dims import along_dim
@@ -29,7 +29,7 @@ from .table import Layouts, Undecided, op
 
 def _written_back(
     layout: Layout, shape: Shape, target: Shape, block: range, indices: Sequence[Tensor], first: int
-) -> Fate:
+) -> Outcome:
     """The samples of a table that was read at ``indices``: dims ``block`` of the result came from dims ``first``…
 
     Each place of the table gets the sample of whoever read it; two readers of different samples meet there.
@@ -49,11 +49,11 @@ def _written_back(
     return simplify(index, target, layout.batch)
 
 
-def _rows(use: Use, lanes: Lanes, ids: Tensor, dy: Tensor, parts: int) -> Factor:
+def _rows(use: Use, samples: SampleRows, ids: Tensor, dy: Tensor, parts: int) -> Factor:
     """Flat ids (N,) into the first ``parts`` dims of the table, and their cotangents (N, ...); id -1 is skipped."""
     target = use.target
-    grouped = lanes.group(ids + 1) - 1  # ragged samples are padded with zeros, which become -1
-    values = lanes.group(dy.reshape(len(ids), *target[parts:]))
+    grouped = samples.group(ids + 1) - 1  # ragged samples are padded with zeros, which become -1
+    values = samples.group(dy.reshape(len(ids), *target[parts:]))
     factor = Rows(grouped, values, prod(target[:parts]))
     if factor.shape == target:
         return factor
@@ -84,7 +84,7 @@ def _is_mask(index: Tensor) -> bool:
 # --- embeddings ---
 
 
-def embedding_flow(site: Site, k: int, layouts: Layouts) -> Fate:
+def embedding_flow(site: Site, k: int, layouts: Layouts) -> Outcome:
     """A table read by row."""
     layout, shape, target = only(layouts), site.shapes[0], site.target(k)
     found = follow(layout, shape, target, [None] * (len(shape) - 1) + [1], 2)
@@ -98,13 +98,13 @@ def embedding_flow(site: Site, k: int, layouts: Layouts) -> Fate:
 def embedding(use: Use) -> Factor | None:
     """Rows ids of the table; the row padding_idx gets nothing, and frequent ids may count less."""
     site, ids = use.site, use.site.tensor("indices")
-    lanes = use.lanes(ids.ndim)
-    if lanes is None:
+    samples = use.rows(ids.ndim)
+    if samples is None:
         return None
     flat, dy = ids.reshape(-1), use.g.reshape(ids.numel(), use.target[1])
     if site.value("scale_grad_by_freq"):
         dy = dy / torch.bincount(flat, minlength=use.target[0])[flat].unsqueeze(1)
-    return _rows(use, lanes, _without_padding(site).reshape(-1), dy, 1)
+    return _rows(use, samples, _without_padding(site).reshape(-1), dy, 1)
 
 
 def lift_embedding(site: Site, factor: Factor, target: Shape) -> Factor | None:
@@ -129,7 +129,7 @@ op(
 )
 
 
-def bag_flow(site: Site, k: int, layouts: Layouts) -> Fate:
+def bag_flow(site: Site, k: int, layouts: Layouts) -> Outcome:
     """A table read by row, several rows per result."""
     return Flow.SHARED if site.is_weight(k) else Flow.PROBE
 
@@ -137,11 +137,11 @@ def bag_flow(site: Site, k: int, layouts: Layouts) -> Fate:
 def bag(use: Use) -> Factor | None:
     """Every entry of a bag gets the bag's cotangent, weighted (sum, mean), or one entry per column does (max)."""
     site, g = use.site, use.g
-    lanes = use.lanes(1)
-    if use.k != 0 or lanes is None or site.value("scale_grad_by_freq"):
+    samples = use.rows(1)
+    if use.k != 0 or samples is None or site.value("scale_grad_by_freq"):
         return None
     if site.number("mode") == 2:
-        return _bag_maxima(use, lanes)
+        return _bag_maxima(use, samples)
     ids, bags = site.tensor("indices"), site.tensor("result1")
     if len(bags) != len(ids):  # the CPU's fused sum keeps offsets only
         place = torch.arange(len(ids), device=ids.device)
@@ -155,18 +155,18 @@ def bag(use: Use) -> Factor | None:
         sizes = torch.zeros(len(g), dtype=g.dtype, device=g.device).index_add_(0, bags, live.to(g.dtype))
         values = values / sizes.clamp(min=1).index_select(0, bags).unsqueeze(1)
     sample = labels(use.layout, tuple(g.shape)).reshape(-1).expand(len(g)).index_select(0, bags.to("cpu"))
-    return _rows(use, Lanes.labelled(use.batch, sample), ids.masked_fill(~live, -1), values, 1)
+    return _rows(use, SampleRows.labelled(use.batch, sample), ids.masked_fill(~live, -1), values, 1)
 
 
-def _bag_maxima(use: Use, lanes: Lanes) -> Factor:
+def _bag_maxima(use: Use, samples: SampleRows) -> Factor:
     """The row that was largest in each column of a bag; an empty bag has none."""
     winners = use.site.tensor("result3")
     width = use.target[1]
     flat = winners * width + torch.arange(width, device=winners.device)
     empty = (use.site.tensor("result2") == 0).reshape(-1, 1)
     flat = flat.masked_fill((winners < 0) | empty, -1)
-    grouped = lanes.group(flat + 1).flatten(1) - 1
-    factor = Rows(grouped, lanes.group(use.g).flatten(1), prod(use.target))
+    grouped = samples.group(flat + 1).flatten(1) - 1
+    factor = Rows(grouped, samples.group(use.g).flatten(1), prod(use.target))
     return View(factor, use.target, Reshape(factor.shape, use.target))
 
 
@@ -176,7 +176,7 @@ op("EmbeddingBag", flow=bag_flow, rule=bag, new_rows=_all_dims, counts_reads=Tru
 # --- rows and elements by index ---
 
 
-def selected_rows(site: Site, k: int, layouts: Layouts) -> Fate:
+def selected_rows(site: Site, k: int, layouts: Layouts) -> Outcome:
     """Rows of one dim."""
     layout, shape, target = only(layouts), site.shapes[0], site.target(k)
     dim = site.number("dim") % max(len(shape), 1)
@@ -190,10 +190,10 @@ def selected_rows(site: Site, k: int, layouts: Layouts) -> Fate:
 
 def index_select(use: Use) -> Factor | None:
     """Rows of a table along dim 0."""
-    lanes = use.lanes(1)
-    if lanes is None or use.site.number("dim") % use.g.ndim != 0:
+    samples = use.rows(1)
+    if samples is None or use.site.number("dim") % use.g.ndim != 0:
         return None
-    return _rows(use, lanes, use.site.tensor("index").reshape(-1), use.g, 1)
+    return _rows(use, samples, use.site.tensor("index").reshape(-1), use.g, 1)
 
 
 def lift_selected_rows(site: Site, factor: Factor, target: Shape) -> Factor | None:
@@ -225,7 +225,7 @@ op(
 )
 
 
-def index_flow(site: Site, k: int, layouts: Layouts) -> Fate:
+def index_flow(site: Site, k: int, layouts: Layouts) -> Outcome:
     """``x[:, i, j]`` and its like."""
     layout, shape, target = only(layouts), site.shapes[0], site.target(k)
     indices = list(site.value("indices"))
@@ -257,8 +257,8 @@ def index(use: Use) -> Factor | None:
     flat = torch.zeros((), dtype=torch.int64, device=use.g.device)
     for ids, size in zip(indices, use.target, strict=False):
         flat = flat * size + torch.where(ids < 0, ids + size, ids)
-    lanes = use.lanes(flat.ndim)
-    return None if lanes is None else _rows(use, lanes, flat.reshape(-1), use.g, len(indices))
+    samples = use.rows(flat.ndim)
+    return None if samples is None else _rows(use, samples, flat.reshape(-1), use.g, len(indices))
 
 
 def _dims_of_first_index(site: Site) -> list[int] | None:
@@ -275,11 +275,11 @@ _index("UnsafeIndex")
 
 def take(use: Use) -> Factor | None:
     """Elements of the flattened table."""
-    lanes = use.lanes(use.g.ndim)
-    if lanes is None:
+    samples = use.rows(use.g.ndim)
+    if samples is None:
         return None
     ids = use.site.tensor("index").reshape(-1)
-    return _rows(use, lanes, torch.where(ids < 0, ids + prod(use.target), ids), use.g.reshape(-1), len(use.target))
+    return _rows(use, samples, torch.where(ids < 0, ids + prod(use.target), ids), use.g.reshape(-1), len(use.target))
 
 
 op("Take", rule=take, new_rows=_all_dims)
@@ -287,15 +287,15 @@ op("Take", rule=take, new_rows=_all_dims)
 
 def gather(use: Use) -> Factor | None:
     """Elements of the table: the index along one dim, the place itself along the others."""
-    lanes = use.lanes(use.g.ndim)
-    if lanes is None or not use.g.ndim:
+    samples = use.rows(use.g.ndim)
+    if samples is None or not use.g.ndim:
         return None
     dim, ids = use.site.number("dim") % use.g.ndim, use.site.tensor("index")
     flat = torch.zeros((), dtype=torch.int64, device=ids.device)
     for d, step in enumerate(strides(use.target)):
         place = torch.arange(ids.shape[d], device=ids.device).reshape([-1 if e == d else 1 for e in range(ids.ndim)])
         flat = flat + (ids if d == dim else place) * step
-    return _rows(use, lanes, flat.reshape(-1), use.g.reshape(-1), len(use.target))
+    return _rows(use, samples, flat.reshape(-1), use.g.reshape(-1), len(use.target))
 
 
 op("Gather", flow=along_dim, rule=gather, new_rows=_all_dims)

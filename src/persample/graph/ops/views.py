@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from functools import partial
 
 from ...factors import Factor, Outer, View
-from ...factors.moves import AsComplex, Flip, Permute, Reshape, Roll
-from ..layout import Fate, Shape, reshape
+from ...factors.rearrange import AsComplex, Flip, Permute, Reshape, Roll
+from ..layout import Outcome, Shape, reshape
 from ..site import Site
 from .dims import but, keep, only
 from .table import Layouts, op
 
 
-def same_order(site: Site, k: int, layouts: Layouts) -> Fate:
+def same_order(site: Site, k: int, layouts: Layouts) -> Outcome:
     """The order of elements is the same, only the dims are counted otherwise."""
     return reshape(only(layouts), site.shapes[0], site.target(k))
 
@@ -27,7 +27,7 @@ def lift_view(site: Site, factor: Factor, target: Shape) -> Factor | None:
     return View(factor, target, Reshape(factor.shape, target))
 
 
-def transposed(site: Site, k: int, layouts: Layouts) -> Fate:
+def transposed(site: Site, k: int, layouts: Layouts) -> Outcome:
     """The two dims of a matrix change places."""
     shape = site.shapes[0]
     return keep(only(layouts), shape, site.target(k), range(len(shape))[::-1])
@@ -49,7 +49,7 @@ def _swap(site: Site, ndim: int) -> list[int]:
     return dims
 
 
-def swapped(site: Site, k: int, layouts: Layouts) -> Fate:
+def swapped(site: Site, k: int, layouts: Layouts) -> Outcome:
     """Two dims change places."""
     shape = site.shapes[0]
     return keep(only(layouts), shape, site.target(k), _swap(site, len(shape)))
@@ -64,7 +64,7 @@ def lift_swapped(site: Site, factor: Factor, target: Shape) -> Factor | None:
     return factor.t() if isinstance(factor, Outer) and dims == last else _moved(factor, target, dims)
 
 
-def permuted(site: Site, k: int, layouts: Layouts) -> Fate:
+def permuted(site: Site, k: int, layouts: Layouts) -> Outcome:
     """Output dim d was input dim dims[d]."""
     shape = site.shapes[0]
     return keep(only(layouts), shape, site.target(k), site.dims("dims", len(shape)))
@@ -80,7 +80,7 @@ def _moved(factor: Factor, target: Shape, dims: Sequence[int]) -> Factor:
     return View(factor, target, Permute(tuple(dims)))
 
 
-def real_and_imaginary(site: Site, k: int, layouts: Layouts) -> Fate:
+def real_and_imaginary(site: Site, k: int, layouts: Layouts) -> Outcome:
     """A last dim of two numbers has come."""
     shape = site.shapes[0]
     return keep(only(layouts), shape, site.target(k), but(shape, len(shape) - 1), len(shape) - 1)
@@ -91,13 +91,13 @@ def lift_real_and_imaginary(site: Site, factor: Factor, target: Shape) -> Factor
     return View(factor, target, AsComplex(site.metadata(0).dtype))
 
 
-def complex_numbers(site: Site, k: int, layouts: Layouts) -> Fate:
+def complex_numbers(site: Site, k: int, layouts: Layouts) -> Outcome:
     """A last dim of two numbers has gone."""
     shape = site.shapes[0]
     return keep(only(layouts), shape, site.target(k), range(len(shape)), len(shape) + 1)
 
 
-def rearranged(site: Site, k: int, layouts: Layouts) -> Fate:
+def rearranged(site: Site, k: int, layouts: Layouts) -> Outcome:
     """Elements change places along some dims; the others are left alone."""
     shape = site.shapes[0]
     return keep(only(layouts), shape, site.target(k), but(shape, *site.dims("dims", len(shape))))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from ...distributed.wrappers import passed_from, passes_on
-from ..layout import Fate
+from ..layout import Outcome
 from ..site import Site
 from .table import EVERY, Layouts, Undecided, op
 
 
-def handed_on(site: Site, k: int, layouts: Layouts) -> Fate:
+def handed_on(site: Site, k: int, layouts: Layouts) -> Outcome:
     """Every input has the cotangent of one output."""
     if not passes_on(site.node):
         raise Undecided

@@ -12,7 +12,7 @@ from torch import Tensor
 from .layout import Block, Layout, Shape, broadcast_dims, labels, sample_dims, split
 
 
-class Lanes:
+class SampleRows:
     """N rows, each of which belongs to one sample: group them, or sum them, by sample."""
 
     __slots__ = ("_order", "_rows", "a", "b", "batch")
@@ -23,12 +23,12 @@ class Lanes:
         self._order: Tensor | None = None
 
     @classmethod
-    def labelled(cls, batch: int, rows: Tensor) -> Lanes:
+    def labelled(cls, batch: int, rows: Tensor) -> SampleRows:
         """Row n belongs to sample rows[n]; -1 is nobody's."""
         return cls(batch, 0, 0, rows)
 
     @classmethod
-    def of(cls, layout: Layout, shape: Shape, row_dims: int) -> Lanes | None:
+    def of(cls, layout: Layout, shape: Shape, row_dims: int) -> SampleRows | None:
         """The first ``row_dims`` dims as rows; None when there are fewer, or the sample also depends on another."""
         even = _even_rows(layout, shape, row_dims) if isinstance(layout, Block) else None
         if even is not None:
@@ -151,7 +151,7 @@ def _sum_labelled(t: Tensor, layout: Layout, reduced: Sequence[int], varying: Se
     mark = labels(layout, shape)
     mark = torch.where(mark < 0, mark, mark * places + place)
     index = mark.permute([*varying, *rest]).reshape(-1)
-    summed = Lanes.labelled(layout.batch * places, index).sum(rows)
+    summed = SampleRows.labelled(layout.batch * places, index).sum(rows)
     sizes = [shape[d] for d in staying] + [part.shape[d] for d in rest]
     order = [0, *[(staying + rest).index(d) + 1 for d in range(len(shape)) if d in staying or d in rest]]
     return summed.reshape(layout.batch, *sizes).permute(order).reshape(layout.batch, *target)

@@ -1,7 +1,7 @@
 """What a view does to gradients: each moves, casts or sets into zeros the elements of a stack (B, *base).
 
-All are linear. ``back`` is the adjoint: the inner product of ``move(g)`` with v is that of g with ``move.back(v)``.
-Where ``keeps`` is true, no element is lost or changed, so that norms and inner products are those of the base.
+All are linear maps. The inner product of ``rearrange(g)`` with v is that of g with ``rearrange.adjoint(v)``. Where
+``is_lossless``, no element is lost or changed, so that norms and inner products are those of the base.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from torch import Tensor
 from .base import Shape
 
 
-class Move(ABC):
-    """A linear map of gradients that needs no arithmetic; equal moves compare equal."""
+class Rearrangement(ABC):
+    """A linear map of gradients that needs no arithmetic; equal ones compare equal."""
 
-    keeps = True
+    is_lossless = True
 
     @abstractmethod
     def __call__(self, stack: Tensor) -> Tensor:
         """(B, *base) -> (B, *shape)."""
 
     @abstractmethod
-    def back(self, stack: Tensor) -> Tensor:
+    def adjoint(self, stack: Tensor) -> Tensor:
         """(k, *shape) -> (k, *base)."""
 
 
 @dataclass(frozen=True)
-class Reshape(Move):
+class Reshape(Rearrangement):
     """The same elements in another shape."""
 
     base: Shape
@@ -39,12 +39,12 @@ class Reshape(Move):
     def __call__(self, stack: Tensor) -> Tensor:
         return stack.reshape(len(stack), *self.shape)
 
-    def back(self, stack: Tensor) -> Tensor:
+    def adjoint(self, stack: Tensor) -> Tensor:
         return stack.reshape(len(stack), *self.base)
 
 
 @dataclass(frozen=True)
-class Permute(Move):
+class Permute(Rearrangement):
     """Dim i of the result is dim order[i] of the base."""
 
     order: tuple[int, ...]
@@ -52,12 +52,12 @@ class Permute(Move):
     def __call__(self, stack: Tensor) -> Tensor:
         return stack.permute(0, *[d + 1 for d in self.order])
 
-    def back(self, stack: Tensor) -> Tensor:
+    def adjoint(self, stack: Tensor) -> Tensor:
         return stack.permute(0, *[self.order.index(d) + 1 for d in range(len(self.order))])
 
 
 @dataclass(frozen=True)
-class Section(Move):
+class Section(Rearrangement):
     """The base is every ``step``-th element from ``start`` to ``stop`` of one dim; the rest is zero."""
 
     shape: Shape
@@ -72,7 +72,7 @@ class Section(Move):
         whole[self._where] = stack.unsqueeze(self.dim + 1) if self.squeezed else stack
         return whole
 
-    def back(self, stack: Tensor) -> Tensor:
+    def adjoint(self, stack: Tensor) -> Tensor:
         part = stack[self._where]
         return part.squeeze(self.dim + 1) if self.squeezed else part
 
@@ -82,7 +82,7 @@ class Section(Move):
 
 
 @dataclass(frozen=True)
-class Flip(Move):
+class Flip(Rearrangement):
     """Some dims back to front."""
 
     dims: tuple[int, ...]
@@ -90,11 +90,11 @@ class Flip(Move):
     def __call__(self, stack: Tensor) -> Tensor:
         return stack.flip([d + 1 for d in self.dims])
 
-    back = __call__
+    adjoint = __call__
 
 
 @dataclass(frozen=True)
-class Roll(Move):
+class Roll(Rearrangement):
     """Shifted around; over all elements in a row if no dims are given."""
 
     shifts: tuple[int, ...]
@@ -103,7 +103,7 @@ class Roll(Move):
     def __call__(self, stack: Tensor) -> Tensor:
         return self._rolled(stack, self.shifts)
 
-    def back(self, stack: Tensor) -> Tensor:
+    def adjoint(self, stack: Tensor) -> Tensor:
         return self._rolled(stack, tuple(-n for n in self.shifts))
 
     def _rolled(self, stack: Tensor, shifts: tuple[int, ...]) -> Tensor:
@@ -113,14 +113,14 @@ class Roll(Move):
 
 
 @dataclass(frozen=True)
-class Cast(Move):
+class Cast(Rearrangement):
     """In another dtype."""
 
     base: torch.dtype
     dtype: torch.dtype
 
     @property
-    def keeps(self) -> bool:  # type: ignore[override]
+    def is_lossless(self) -> bool:  # type: ignore[override]
         """A smaller range may overflow, and what is real has lost its imaginary part."""
         same_field = self.base.is_complex == self.dtype.is_complex
         return same_field and torch.finfo(self.dtype).max >= torch.finfo(self.base).max
@@ -128,12 +128,12 @@ class Cast(Move):
     def __call__(self, stack: Tensor) -> Tensor:
         return _real_part(stack, self.dtype).to(self.dtype)
 
-    def back(self, stack: Tensor) -> Tensor:
+    def adjoint(self, stack: Tensor) -> Tensor:
         return _real_part(stack, self.base)
 
 
 @dataclass(frozen=True)
-class AsComplex(Move):
+class AsComplex(Rearrangement):
     """Pairs of real numbers as complex ones."""
 
     dtype: torch.dtype
@@ -141,7 +141,7 @@ class AsComplex(Move):
     def __call__(self, stack: Tensor) -> Tensor:
         return torch.view_as_complex(stack.contiguous())
 
-    def back(self, stack: Tensor) -> Tensor:
+    def adjoint(self, stack: Tensor) -> Tensor:
         return torch.view_as_real(stack.resolve_conj())
 
 
