@@ -190,7 +190,7 @@ def test_back_is_the_adjoint(name: str, B: int) -> None:
     )
     for given_, seen in zip(v, back, strict=True):
         assert_near(seen.to(g.dtype), forward(given_).to(g.dtype), 10, eps)
-    if rearrange.is_lossless and B:
+    if move.is_lossless and B:
         assert_near(flat(moved).norm(dim=1), flat(g).norm(dim=1), flat(g).norm(), eps)
 
 

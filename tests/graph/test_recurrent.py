@@ -233,7 +233,7 @@ def captured(losses: Tensor, net: Net, plain: Tensor) -> tuple[Tensor | None, ..
     """A capture of all parameters but ``plain``, whose ordinary gradient comes back."""
     params = {name: p for name, p in net.named_parameters() if p is not plain}
     return capture_from(
-        Roots.of_losses(losses), params, lambda names, factor: None, retain_graph=False, plain=[slot_of(plain)]
+        Roots.of_losses(losses), params, lambda names, factor: None, retain_graph=False, ordinary=[slot_of(plain)]
     )
 
 

@@ -161,7 +161,7 @@ class Recording:
             trust_unseen=True,
             tell_bytes=asked.receiver.tell_bytes,
             check=None if self.follow else check,
-            plain=[slot_of(x) for x in asked.plain],
+            ordinary=[slot_of(x) for x in asked.plain],
             graph=self.graph if set(reading.roots.slots) == {slot_of(y) for y in self.outputs} else None,
         )
 

@@ -24,7 +24,7 @@ Shape = tuple[int, ...]
 _MUCH = 128  # times larger than a gradient are terms whose rounding shows in it
 _SMALLEST_WEIGHT = 1e-30  # below, float32 loses digits
 
-Samples = slice | Tensor  # a range, or the indices of some samples
+Selection = slice | Tensor  # a range, or the indices of some samples
 
 
 class Factor(ABC):
@@ -69,7 +69,7 @@ class Factor(ABC):
         """(B, *shape): every gradient, written into ``out`` if it is given."""
 
     @abstractmethod
-    def __getitem__(self, samples: Samples) -> Factor:
+    def __getitem__(self, samples: Selection) -> Factor:
         """The same for some of the samples."""
 
     def add_to(self, out: Tensor) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.norms import wide
-from .base import Factor, Samples, Shape, deliver
+from .base import Factor, Selection, Shape, deliver
 from .deferred import Deferred
 from .dense import Dense
 from .exact import Exact, Several
@@ -47,7 +47,7 @@ class View(Factor):
     def tensors(self) -> tuple[Tensor, ...]:
         return self.base.tensors
 
-    def __getitem__(self, samples: Samples) -> Factor:
+    def __getitem__(self, samples: Selection) -> Factor:
         return View(self.base[samples], self._shape, self.rearrange)
 
     def stack(self, out: Tensor | None = None) -> Tensor:
@@ -173,7 +173,7 @@ class Sum(Factor):
     def dtype(self) -> torch.dtype:
         return reduce(torch.promote_types, [term.dtype for term in self.terms])
 
-    def __getitem__(self, samples: Samples) -> Factor:
+    def __getitem__(self, samples: Selection) -> Factor:
         return Sum([term[samples] for term in self.terms])
 
     def stack(self, out: Tensor | None = None) -> Tensor:

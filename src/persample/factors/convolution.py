@@ -26,7 +26,7 @@ from ..kernels.convolution import (
 )
 from ..kernels.gram import ROWS, terms_in
 from ..kernels.norms import row_norms, wide
-from .base import Factor, Samples, Shape, deliver
+from .base import Factor, Selection, Shape, deliver
 from .exact import POSITIONS, Exact, Product
 from .limits import Unit, gram_bounds, roundoff
 from .workspace import Workspace
@@ -56,7 +56,7 @@ class Convolution(Factor):
     def tensors(self) -> tuple[Tensor, ...]:
         return self.dy, self.x
 
-    def __getitem__(self, samples: Samples) -> Convolution:
+    def __getitem__(self, samples: Selection) -> Convolution:
         return Convolution(self.x[samples], self.dy[samples], self.size, self.geometry)
 
     def stack(self, out: Tensor | None = None) -> Tensor:

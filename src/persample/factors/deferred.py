@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.norms import wide
-from .base import Factor, Samples, Shape
+from .base import Factor, Selection, Shape
 from .exact import ELEMENTS, POSITIONS, Exact, InTurns
 from .limits import Unit, roundoff
 from .outer import Outer
@@ -25,7 +25,7 @@ class Deferred(Factor):
 
     def __init__(
         self,
-        make: Callable[[Samples], Outer],
+        make: Callable[[Selection], Outer],
         batch: int,
         positions: int,
         shape: Shape,
@@ -48,7 +48,7 @@ class Deferred(Factor):
     def tensors(self) -> tuple[Tensor, ...]:
         return self._tensors
 
-    def __getitem__(self, samples: Samples) -> Outer:
+    def __getitem__(self, samples: Selection) -> Outer:
         return self._make(samples)
 
     def whole(self) -> Outer:

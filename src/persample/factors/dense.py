@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.norms import row_norms, wide, widest
-from .base import Factor, Samples, Shape, deliver, real_rows
+from .base import Factor, Selection, Shape, deliver, real_rows
 from .workspace import Workspace
 
 
@@ -39,7 +39,7 @@ class Dense(Factor):
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.value,)
 
-    def __getitem__(self, samples: Samples) -> Dense:
+    def __getitem__(self, samples: Selection) -> Dense:
         return Dense(self.value[samples])
 
     def stack(self, out: Tensor | None = None) -> Tensor:
@@ -103,7 +103,7 @@ class Kept(Dense):
                 out[some] = part
         return found
 
-    def __getitem__(self, samples: Samples) -> Kept:
+    def __getitem__(self, samples: Selection) -> Kept:
         return Kept(self.value[samples], self.slack[samples])
 
     def rounding(self) -> Tensor:
@@ -131,7 +131,7 @@ class Masked(Factor):
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.value,)
 
-    def __getitem__(self, samples: Samples) -> Masked:
+    def __getitem__(self, samples: Selection) -> Masked:
         chosen = torch.arange(self._batch, device=self.device)[samples]
         place = torch.full((self._batch + 1,), -1, device=self.device)  # the last one is for -1, nobody
         place[chosen] = torch.arange(len(chosen), device=self.device)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..kernels.gram import BLOCK, terms_in
 from ..kernels.norms import row_norms, wide, widest
-from .base import Factor, Samples, Shape
+from .base import Factor, Selection, Shape
 from .exact import ELEMENTS, POSITIONS, Exact, Product
 from .limits import Unit, gram_bounds, roundoff
 from .workspace import Workspace
@@ -47,7 +47,7 @@ class Outer(Factor):
     def tensors(self) -> tuple[Tensor, ...]:
         return self.left, self.right
 
-    def __getitem__(self, samples: Samples) -> Outer:
+    def __getitem__(self, samples: Selection) -> Outer:
         return Outer(self.left[samples], self.right[samples], self.scale, None if self.memo is None else {})
 
     def widened(self, dtype: torch.dtype | None = None) -> Outer:

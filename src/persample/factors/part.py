@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from .base import Factor, Samples, Shape, vanishing
+from .base import Factor, Selection, Shape, vanishing
 from .exact import Exact
 from .limits import Unit
 from .workspace import Workspace
@@ -114,7 +114,7 @@ class Part(Factor):
     def stack(self, out: Tensor | None = None) -> Tensor:
         return self.alone.stack(out)
 
-    def __getitem__(self, samples: Samples) -> Factor:
+    def __getitem__(self, samples: Selection) -> Factor:
         return self.alone[samples]
 
     def gram(self, other: Factor, space: Workspace | None = None) -> Tensor:

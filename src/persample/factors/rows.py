@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.norms import row_norms, wide
-from .base import Factor, Samples, Shape, real_rows, squares
+from .base import Factor, Selection, Shape, real_rows, squares
 from .exact import Exact, Listed
 from .limits import Unit, roundoff
 from .workspace import Workspace
@@ -40,7 +40,7 @@ class Rows(Factor):
     def tensors(self) -> tuple[Tensor, ...]:
         return self.dy, self.ids
 
-    def __getitem__(self, samples: Samples) -> Rows:
+    def __getitem__(self, samples: Selection) -> Rows:
         return Rows(self.ids[samples], self.dy[samples], self.size)
 
     @staticmethod

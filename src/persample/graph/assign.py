@@ -68,8 +68,8 @@ class _Assignment:
     def __init__(self, tape: Tape, roots: Roots) -> None:
         self.tape, self.roots = tape, roots
         self.map = SampleMap(roots.batch, Sites(tape))
-        self.brought: dict[int, list[Tensor | None]] = {}  # cotangents of this call, where nodes were asked with them
-        self.settled: dict[Slot, Outcome] = {}  # cotangents of which a real backward showed the whole sum
+        self.came: dict[int, list[Tensor | None]] = {}  # cotangents of this call, where nodes were asked with them
+        self.final: dict[Slot, Outcome] = {}  # cotangents of which a real backward showed the whole sum
 
     def run(self) -> SampleMap:
         for place, layout in self.roots.places:
@@ -110,7 +110,7 @@ class _Assignment:
                     _OUTCOMES.clear()
                 outcome = _OUTCOMES[key] = found
             flows[node, k] = outcome
-            if slot in cotangents or slot in self.settled:
+            if slot in cotangents or slot in self.final:
                 self._merge(slot, outcome)
             else:
                 cotangents[slot] = outcome
@@ -149,7 +149,7 @@ class _Assignment:
         return probe_call(site, self._cotangents(site), layouts, self.map.batch)[k]
 
     def _by_product(self, site: Site, k: int, layouts: Sequence[Layout | None]) -> Outcome:
-        """The same for a product that contracts the samples: its other operand was saved, and can be read."""
+        """Where samples go in a product that contracts them: its other operand was saved, and can be read."""
         origin = below_product(self.tape, self.map.sites, site, k, self.map.batch, self.map.sizes())
         if origin is Below.WEIGHTS:
             return Flow.SHARED  # not one sample's in any case
@@ -168,7 +168,7 @@ class _Assignment:
     def _by_function(
         self, site: Site, k: int, slot: Slot, layouts: Sequence[Layout | None], asked: list[Outcome]
     ) -> Outcome:
-        """The same for a custom Function, which is asked with the cotangents of this call."""
+        """Where samples go in a custom Function, which is asked with the cotangents of this call."""
         given = self._cotangents(site)
         if any(g is None for g in given):  # which only the engine can say as the Function wants to hear it
             return probe_slots(self.tape, self.roots, [slot], linear=self.linear)[slot]
@@ -179,7 +179,8 @@ class _Assignment:
     def _is_used_as_data(self, site: Site, k: int) -> bool:
         """Has a leaf that may be data a place for every sample here, other than as operand of a product?"""
         slot = site.edges[k]
-        unclear = slot is not None and not set(self.tape.maybe_data).isdisjoint(self.tape.below(slot[0]))
+        leaves = set(self.tape.maybe_data)
+        unclear = bool(leaves) and slot is not None and not leaves.isdisjoint(self.tape.below(slot[0]))
         return unclear and site.op.product is None and site.shapes[0] == site.target(k)
 
     @property
@@ -197,22 +198,22 @@ class _Assignment:
         """Two contributions are of different samples at one place; are they in this call, or is one of them zero?"""
         if self.compiled:
             return Flow.MIXED
-        outcome = self.settled[slot] = probe_slots(self.tape, self.roots, [slot], linear=self.linear)[slot]
+        outcome = self.final[slot] = probe_slots(self.tape, self.roots, [slot], linear=self.linear)[slot]
         if outcome is not None:
             self.map.cotangents[slot] = outcome
         return outcome
 
     def _cotangents(self, site: Site) -> list[Tensor | None]:
         """What this call's backward brings to a node; to custom ones all at once."""
-        if site.index not in self.brought:
+        if site.index not in self.came:
             tape = self.tape
             custom = [n for n in tape.order if is_opaque(tape.node(n)) and not is_compiled(tape.node(n))]
             asked = custom if site.index in custom else [site.index]
             below = dict.fromkeys(slot for n in asked for slot in tape.edges[n] if slot is not None)
             with unspent(map(tape.node, tape.order)):
                 came = self.roots.passing([tape.node(n) for n in asked], [tape.graph.at(slot) for slot in below])
-            self.brought |= {n: came[tape.node(n)] for n in asked}
-        return self.brought[site.index]
+            self.came |= {n: came[tape.node(n)] for n in asked}
+        return self.came[site.index]
 
     def _by_rule(self, site: Site, k: int, layouts: Sequence[Layout | None]) -> Outcome:
         if is_opaque(site.node):
@@ -222,7 +223,7 @@ class _Assignment:
 
     def _merge(self, slot: Slot, outcome: Outcome) -> None:
         """Add one more contribution to a cotangent."""
-        if outcome is None or slot in self.settled:
+        if outcome is None or slot in self.final:
             return
         before = self.map.cotangents.get(slot)
         if before is None:

@@ -51,12 +51,12 @@ class Capture:
         roots: Roots,
         params: Mapping[str, Tensor],
         sink: Sink,
-        plain: Sequence[NodeSlot] = (),
+        ordinary: Sequence[NodeSlot] = (),
     ) -> None:
         self.plan, self.tape, self.map, self.roots = plan, plan.tape, plan.map, roots
         self.sink = sink
-        self.plain = plain  # where ordinary gradients are wanted
-        self.gradients: tuple[Tensor | None, ...] = (None,) * len(plain)  # what was found there
+        self.ordinary = ordinary  # where ordinary gradients are wanted
+        self.gradients: tuple[Tensor | None, ...] = (None,) * len(ordinary)  # what was found there
         self.names: dict[int, list[str]] = {}  # of a parameter, by the id of its tensor
         for name, p in params.items():
             self.names.setdefault(id(p), []).append(name)
@@ -99,11 +99,11 @@ class Capture:
 
     def _backward(self, retain_graph: bool) -> dict[Slot, Tensor]:
         requested = self.plan.requested
-        if not requested and not self.plain:
+        if not requested and not self.ordinary:
             return {}
         places = [self.tape.graph.at(slot) for slot in requested]
         with unspent(map(self.tape.node, self.tape.order) if retain_graph else ()):
-            grads = self.roots.backward([*places, *self.plain], retain_graph=retain_graph)
+            grads = self.roots.backward([*places, *self.ordinary], retain_graph=retain_graph)
         self.gradients = grads[len(requested) :]
         return {slot: g for slot, g in zip(requested, grads, strict=False) if g is not None}
 
@@ -135,7 +135,7 @@ class Capture:
             known = [None if g is None else layout for g, layout in zip(cotangents, layouts, strict=True)]
             self._read_ahead(site)
             factors = self._factors(site, use.outputs, cotangents, known, self.map.batch)
-            instead = spared(site, grads, self.plain)
+            instead = spared(site, grads, self.ordinary)
             site.forget()
         for k in use.outputs:
             self._add([site.edges[k]], factors.get(k))

@@ -85,23 +85,23 @@ def capture_from(
     trust_unseen: bool = False,
     tell_bytes: Callable[[int], None] | None = None,
     check: Check | None = None,
-    plain: Sequence[NodeSlot] = (),
+    ordinary: Sequence[NodeSlot] = (),
     graph: Graph | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Hand factors to ``sink``, from any places of a graph at which samples can be told apart.
 
     ``trust_unseen`` takes custom Functions to keep samples apart, where ``independent`` alone would refuse them.
-    The plan is put to the ``check`` before anything is run. The ordinary gradients at ``plain`` come back. ``graph`` is
+    The plan is put to the ``check`` before anything is run. The ordinary gradients at ``ordinary`` come back. ``graph`` is
     what lies below the roots, if it has been read already.
     """
-    made, meeting, unseen = planned(roots, params, plain, graph, check, independent=independent)
+    made, meeting, unseen = planned(roots, params, ordinary, graph, check, independent=independent)
     if meeting:
         _report_interaction(meeting, independent)
     elif unseen and not trust_unseen:
         _refuse_unseen(unseen)
     if tell_bytes is not None:
         tell_bytes(made.activations * roots.itemsize)
-    running = Capture(made, roots, params, sink, plain)
+    running = Capture(made, roots, params, sink, ordinary)
     running.run(retain_graph)
     # Where samples interact, it has been said that everything below is slow.
     notes = running.slow if meeting else {**running.slow, **running.slow_below}
@@ -113,7 +113,7 @@ def capture_from(
 def planned(
     roots: Roots,
     params: Mapping[str, Tensor],
-    plain: Sequence[NodeSlot] = (),
+    ordinary: Sequence[NodeSlot] = (),
     graph: Graph | None = None,
     check: Check | None = None,
     *,
@@ -126,13 +126,13 @@ def planned(
     tensors, graph = list(params.values()), graph or roots.read()
     terms: Hashable = check.terms if check else None
     terms = ("independent", terms) if independent else terms
-    key = key_of(graph, roots, tensors, plain, check.known if check else {}, terms)
+    key = key_of(graph, roots, tensors, ordinary, check.known if check else {}, terms)
     made = None if key is None else recall(key, graph)
     if made is not None:
         check_reached(made.tape, params)
         return made, [], []
     with noting() as notes:
-        made = plan(roots, tensors, plain, graph=graph)
+        made = plan(roots, tensors, ordinary, graph=graph)
         check_reached(made.tape, params)
         _refuse_module_hooks(made)
         whole, everywhere = _looked_at(roots, made) if independent else (made.tape, made.map)

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from ..factors import Dense, Factor, Outer, View
-from ..factors.base import Samples
+from ..factors.base import Selection
 from ..factors.deferred import Deferred
 from ..factors.rearrange import Cast
 from ..kernels.cross_entropy import logit_gradients
@@ -63,14 +63,14 @@ class _Rows:
         """T."""
         return self.x.shape[1]
 
-    def cotangents(self, samples: Samples) -> Tensor:
+    def cotangents(self, samples: Selection) -> Tensor:
         """(b, T, V): those of the logits."""
         x, target, g = (t[samples] for t in (self.x, self.target, self.g))
         flat = x.flatten(0, 1), target.flatten(), g.flatten()
         found = logit_gradients(flat[0], self.weight, self.bias, flat[1], self.classes, self.ignored, flat[2])
         return found.reshape(*x.shape[:2], len(self.weight))
 
-    def products(self, samples: Samples) -> Outer:
+    def products(self, samples: Selection) -> Outer:
         """The weight's gradients."""
         return Outer(self.cotangents(samples), self.x[samples])
 

@@ -54,19 +54,19 @@ class CapturePlan:
 def plan(
     roots: Roots,
     params: Sequence[Tensor],
-    plain: Collection[NodeSlot] = (),
+    ordinary: Collection[NodeSlot] = (),
     data: Collection[Tensor] = (),
     graph: Graph | None = None,
 ) -> CapturePlan:
     """Read the graph and decide; nothing of it is run, but for probes where this call's data decide.
 
-    The engine goes on to ``plain`` for ordinary gradients, whatever is requested here; ``data`` are leaves among the
+    The engine goes on to ``ordinary`` for ordinary gradients, whatever is requested here; ``data`` are leaves among the
     parameters that hold samples. A ``graph`` that was read before saves another reading.
     """
     tape = roots.tape(params, graph)
     tape.data = tape.graph.leaves_of(data)
     made = CapturePlan(tape, assign(tape, roots))
-    goals = {slot[0] for place in plain if (slot := tape.graph.slot(place)) is not None}
+    goals = {slot[0] for place in ordinary if (slot := tape.graph.slot(place)) is not None}
     _choose(made, leading_to(tape.graph.starts, goals, tape.graph.below) if goals else set())
     ends = set(made.requested)
     made.sources = [(n, k, slot) for n, slots in tape.edges.items() for k, slot in enumerate(slots) if slot in ends]

@@ -46,13 +46,13 @@ def key_of(
     graph: Graph,
     roots: Roots,
     params: Sequence[Tensor],
-    plain: Sequence[NodeSlot] = (),
+    ordinary: Sequence[NodeSlot] = (),
     known: Mapping[NodeSlot, Layout] = _NOTHING,
     terms: Hashable = None,
 ) -> Hashable:
     """Equal for calls that one plan serves; None if there are none, as data say where to start or nodes are opaque.
 
-    ``plain`` is where ordinary gradients are wanted; ``known`` and ``terms`` are what else the plan is checked by.
+    ``ordinary`` is where ordinary gradients are wanted; ``known`` and ``terms`` are what else the plan is checked by.
     """
     if graph.form is None or any(isinstance(layout, Labels) for layout in [*roots.layouts, *known.values()]):
         return None
@@ -64,7 +64,7 @@ def key_of(
         leaves += (whose.get(id(leaf)), leaf.shape, leaf.dtype, leaf.device, isinstance(leaf, Parameter))
     starts = tuple([(graph.slot(place), layout) for place, layout in roots.places])
     facts = frozenset([(graph.slot(place), layout) for place, layout in known.items()])
-    return roots.batch, graph.form, tuple(leaves), starts, tuple(map(graph.slot, plain)), facts, terms
+    return roots.batch, graph.form, tuple(leaves), starts, tuple(map(graph.slot, ordinary)), facts, terms
 
 
 def recall(key: Hashable, graph: Graph) -> CapturePlan | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._errors import NonFiniteError
 from ..factors import Factor, bounded_sums
-from ..factors.base import Samples
+from ..factors.base import Selection
 from .base import Call, Reduction
 from .groups import Groups, Per, frozen
 from .norms import ParameterNorms
@@ -176,7 +176,7 @@ class ClippedSum(Reduction):
             self._raise_together(self._dropped)
         return slice(None) if finite is None else finite.nonzero().squeeze(1)
 
-    def _take(self, names: Sequence[str], kept: Samples) -> dict[str, Factor]:
+    def _take(self, names: Sequence[str], kept: Selection) -> dict[str, Factor]:
         """The factors of the samples that are kept; others are not multiplied by zero, which would not remove a NaN."""
         factors = {name: self._factors.pop(name) for name in names if name in self._factors}
         if isinstance(kept, Tensor):
@@ -185,7 +185,7 @@ class ClippedSum(Reduction):
         return factors
 
     def _clipping(
-        self, norms: Mapping[Hashable, Tensor], weights: Mapping[Hashable, Tensor], kept: Samples
+        self, norms: Mapping[Hashable, Tensor], weights: Mapping[Hashable, Tensor], kept: Selection
     ) -> Clipping:
         """What became of all samples: those that are not kept have weight 0."""
         groups, dtype = self._groups, self._groups.call.dtype

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..factors import Dense, Factor, Kept, Masked, Part, regroup, split
-from ..factors.base import Samples
+from ..factors.base import Selection
 from ..factors.exact import Exact
 from ..factors.limits import Limits, Unit
 from ..kernels.norms import wide
@@ -139,7 +139,7 @@ class ExactClippedSum(ClippedSum):
         done, wanted = (self._clipping(norms, given, kept) for given in (weights, asked))
         return ExactSums(done, wanted, self.units, shares)
 
-    def _with_norms(self, names: Sequence[str], kept: Samples) -> dict[str, Factor]:
+    def _with_norms(self, names: Sequence[str], kept: Selection) -> dict[str, Factor]:
         """The factors of the samples that are kept, with the norms that are known of them."""
         known = {name: self._factors[name].own_norms() for name in names if name in self._factors}
         factors = self._take(names, kept)

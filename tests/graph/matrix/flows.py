@@ -70,7 +70,8 @@ def wrong_flows(
         return [], 0
     reached = {k: (row != 0) & row.isfinite() for k, row in rows.items()}
     found = [
-        f"{site.name} {site.shapes} -> output {k} {site.target(k)}, {combination.present}, {layouts}: {outcome}, but {why}"
+        f"{site.name} {site.shapes} -> output {k} {site.target(k)}, {combination.present}, {layouts}: "
+        f"{outcome}, but {why}"
         for k, outcome in said.items()
         if (why := _refuted(site, k, outcome, reached[k]))
     ]

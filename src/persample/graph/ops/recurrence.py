@@ -101,13 +101,13 @@ def _replayed(use: Use) -> LstmReplay:
     return replay_lstm(layer, *use.cotangents)
 
 
-def spared(site: Site, cotangents: Sequence[Tensor | None], plain: Sequence[NodeSlot]) -> Outputs | None:
+def spared(site: Site, cotangents: Sequence[Tensor | None], ordinary: Sequence[NodeSlot]) -> Outputs | None:
     """A fused node's cotangents, such that its own backward need not be computed.
 
-    None if it was not replayed, or if ordinary gradients are wanted at ``plain`` that its weights lead to.
+    None if it was not replayed, or if ordinary gradients are wanted at ``ordinary`` that its weights lead to.
     """
     replay: LstmReplay | None = site.memo.get("replay")
-    if replay is None or _weights_lead_to(site, plain):
+    if replay is None or _weights_lead_to(site, ordinary):
         return None
     edges = site.node.next_functions
 
@@ -122,9 +122,9 @@ def spared(site: Site, cotangents: Sequence[Tensor | None], plain: Sequence[Node
     return tuple(None if g is None else LstmAnswer(g, answer) for g in cotangents)
 
 
-def _weights_lead_to(site: Site, plain: Sequence[NodeSlot]) -> bool:
+def _weights_lead_to(site: Site, ordinary: Sequence[NodeSlot]) -> bool:
     weights = [child for child, _ in site.node.next_functions[1:5] if child is not None]
-    goals = {node for node, _ in plain}
+    goals = {node for node, _ in ordinary}
     return not goals.isdisjoint(weights) or bool(leading_to(weights, goals, children))
 
 
