@@ -91,7 +91,7 @@ def capture_from(
     """Hand factors to ``sink``, from any places of a graph at which samples can be told apart.
 
     ``trust_unseen`` takes custom Functions to keep samples apart, where ``independent`` alone would refuse them.
-    The plan is put to the ``check`` before anything is run. The ordinary gradients at ``ordinary`` come back. ``graph`` is
+    The plan is put to the ``check`` before anything is run. Ordinary gradients at ``ordinary`` come back. ``graph`` is
     what lies below the roots, if it has been read already.
     """
     made, meeting, unseen = planned(roots, params, ordinary, graph, check, independent=independent)
