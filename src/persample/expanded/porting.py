@@ -15,8 +15,8 @@ from torch import Tensor
 from ..factors import Dense, Factor
 from ..graph.roots import slot_of
 from .alone import add_grad_sample
-from .contributions import contribute
-from .registry import name_of
+from .functions import name_of
+from .gate import contribute
 from .weight import ExpandedWeight
 
 
