@@ -215,6 +215,15 @@ def test_the_input_changed_in_place() -> None:
     refused(Run(lambda m, x: (x.__setitem__(0, x[1]), m.a(x))[1], a=nn.Linear(C, 2)), r(B, C), op="__setitem__")
 
 
+def test_a_second_backward_is_refused_as_the_first() -> None:
+    module = Run(lambda m, x: m.a(x - x.mean(0)), a=nn.Linear(C, 2)).double()
+    loss = call_for_per_sample_grads(module)(r(B, C)).square().sum()
+    for _ in range(2):
+        with pytest.raises(ps.InteractionError, match="samples interact in mean"):
+            loss.backward(retain_graph=True)
+    assert getattr(module.a.weight, "grad_sample", None) is None
+
+
 def test_an_answer_of_another_call_is_not_taken() -> None:
     """The same functions of the same shapes, with other indices."""
     module = Run(lambda m, x, order: m.a(x[order[:, 0]]), a=nn.Linear(C, 2)).double()

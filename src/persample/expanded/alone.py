@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,30 +34,18 @@ def call_alone(
     weights: Sequence[ExpandedWeight],
 ) -> Any:
     """Its result, attached to the user's graph by a gate; of weights alone, a weight."""
-
-    def as_weights(result: Any) -> Any:
-        return tree_map(lambda leaf: cls.computed(leaf, weights) if _wants_gradient(leaf) else leaf, result)
-
     data = [t for t in leaves((args, kwargs)) if isinstance(t, Tensor) and not isinstance(t, cls)]
     samples = _samples(func, rule, data, weights)
     if samples is None or not torch.is_grad_enabled():
         args, kwargs = cls.unwrap((args, kwargs))
-        return as_weights(func(*args, **kwargs))
+        return _as_weights(cls, func(*args, **kwargs), weights)
     if is_in_place(func):
         raise RuntimeError(
             f"{CANNOT_HANDLE} {name_of(func)}, which changes data in place by an expanded weight: use the form that "
             f"returns a new tensor"
         )
     place, stand_ins = None if rule is None else rule.alone, StandIns()
-
-    def replaced(leaf: Any) -> Any:
-        if isinstance(leaf, cls):
-            return leaf.leaf
-        if isinstance(leaf, nn.Parameter) and leaf.requires_grad:
-            return stand_ins.of_parameter(leaf)
-        return stand_ins[leaf] if _wants_gradient(leaf) or (not place and _is_data(leaf, samples)) else leaf
-
-    args, kwargs = tree_map(replaced, (args, kwargs))
+    args, kwargs = tree_map(partial(_replaced, cls, stand_ins, None if place else samples), (args, kwargs))
     result = func(*args, **kwargs)
     outputs = [leaf for leaf in leaves(result) if _wants_gradient(leaf)]
     inputs = [leaf for _, leaf in stand_ins.pairs()]
@@ -64,7 +53,7 @@ def call_alone(
         place((args, kwargs), result, samples)
         _check_located(func, outputs, samples)
     elif outputs and inputs and not is_computed_from(outputs, inputs):  # data lent their dtype or shape only
-        return as_weights(result)
+        return _as_weights(cls, result, weights)
     else:
         for x in inputs:
             if x.numel() and _is_data(x, samples):
@@ -84,6 +73,21 @@ def call_alone(
     wanted = [x for x, _ in stand_ins.pairs() if x.requires_grad]
     attached = dict(zip(map(id, outputs), attach(recording, [b.orig_weight for b in bases], wanted), strict=True))
     return tree_map(lambda leaf: attached.get(id(leaf), leaf), result)
+
+
+def _as_weights(cls: type[ExpandedWeight], result: Any, weights: Sequence[ExpandedWeight]) -> Any:
+    """What was computed from weights alone."""
+    return tree_map(lambda leaf: cls.computed(leaf, weights) if _wants_gradient(leaf) else leaf, result)
+
+
+def _replaced(cls: type[ExpandedWeight], stand_ins: StandIns, followed: Samples | None, leaf: Any) -> Any:
+    """An argument as the function sees it: weights, what wants a gradient, and ``followed`` data are leaves."""
+    if isinstance(leaf, cls):
+        return leaf.leaf
+    if isinstance(leaf, nn.Parameter) and leaf.requires_grad:
+        return stand_ins.of_parameter(leaf)
+    wanted = _wants_gradient(leaf) or (followed is not None and _is_data(leaf, followed))
+    return stand_ins[leaf] if wanted else leaf
 
 
 def _wants_gradient(leaf: Any) -> bool:

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..graph.layout import Layout, Shape
 from ..graph.roots import slot_of
 from ..graph.saved import version
 from ..graph.tape import Slot
 from .origins import SMALL, Origin, Origins
-from .replay import Choices, Made, Noise, Place, Replay, Source, Step
+from .replay import Made, Noise, Place, Replay, Source, Step
 from .samples import Found
 from .trees import leaves, tree_map
 from .weight import ExpandedWeight
@@ -169,14 +170,14 @@ class Notes(TorchFunctionMode):
         integers = any(id(t) in self._numbers and not (t.is_floating_point() or t.is_complex()) for t in given)
         return alone or not integers or _plain_name(func) in _BY_SHAPE
 
-    def found(self, choices: Choices, known: Mapping[Slot, Found]) -> dict[Slot, Found]:
+    def found(self, choices: Callable[[Shape], Sequence[Layout]], known: Mapping[Slot, Found]) -> dict[Slot, Found]:
         """What running again shows of results of data and weights; those of unchanged inputs may be known already."""
-        found, replay = {}, Replay(self._steps, self._sources, self._batch)
+        found, replay = {}, Replay(self._steps, self._sources, self._batch, choices)
         for meeting in self._meetings:
             if meeting.direct and meeting.slot in known:
                 continue
             key = self._signature(replay, meeting)
-            answer = _FOUND.get(key) or replay.found(meeting.place, choices)
+            answer = _FOUND.get(key) or replay.found(meeting.place)
             found[meeting.slot] = answer
             if key is not None:
                 _FOUND[key] = answer

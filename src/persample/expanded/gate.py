@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,7 +26,8 @@ from ..graph.roots import Roots, slot_of
 from ..graph.saved import keeps_graph, version, will_run
 from ..graph.tape import Tape
 from .engine import Graph
-from .samples import Contradiction, Guess, Samples, UnknownBatch
+from .guesses import Guess, Guesses, Refused, UnknownBatch
+from .samples import Contradiction, Samples
 
 _Gradients = tuple[Tensor | None, ...]  # of the inputs
 
@@ -124,14 +125,14 @@ class _Backward:
 
     def of_several_samples(self) -> _Gradients:
         """The engine's work, for the first guess where the samples lie that agrees with the evidence."""
-        call, samples, refused = self.call, self.call.samples, _Refused()
+        call, samples, refused = self.call, self.call.samples, Refused()
         graph = Graph(self.outputs, list(call.leaves.values()), call.inputs, call.tape)
         try:
             samples.learn(graph)
         except InteractionError as error:
             raise _interaction(call.what, error.ops) from None
         try:
-            for guesses in samples.guesses(self.outputs, self.cotangents, graph):
+            for guesses in Guesses.of(samples, graph, self.outputs, self.cotangents):
                 for guess in guesses:
                     try:
                         return self._try(guess, graph)
@@ -160,7 +161,7 @@ class _Backward:
             samples, found = self.call.samples, graph.plan(guess.roots)
             samples.compare(found, may_meet=True)  # perhaps the guess is wrong, and samples do not meet
             try:
-                samples.verify(found, guess, follow=False)
+                samples.verify(found, guess.doubtful)
             except (Contradiction, InteractionError):
                 coincidence = False
             else:
@@ -174,8 +175,8 @@ class _Backward:
     def _capture(self, guess: Guess, graph: Graph, independent: bool = True) -> _Gradients:
         call, samples = self.call, self.call.samples
         if call.follow:
-            samples.verify(graph.plan(guess.roots), guess, follow=True)
-        test = partial(samples.verify, guess=guess, follow=False)
+            samples.verify(graph.plan(guess.roots), guess.roots.slots if samples.evidence else guess.doubtful)
+        test = partial(samples.verify, doubtful=guess.doubtful)
         return capture_from(
             guess.roots,
             call.leaves,
@@ -189,32 +190,6 @@ class _Backward:
             plain=[slot_of(x) for x in self.inputs],
             tape=call.tape if set(guess.roots.slots) == {slot_of(y) for y in call.outputs} else None,
         )
-
-
-@dataclass
-class _Refused:
-    """Why guesses were refused, and what that says if none is left."""
-
-    meeting: dict[str, tuple[str, ...]] = field(default_factory=dict)  # ops, by the kind of the guess
-    moved: dict[str, None] = field(default_factory=dict)  # functions that put samples elsewhere
-    unproven: bool = False  # did one guess lack nothing but evidence?
-
-    def met(self, guess: Guess, ops: tuple[str, ...]) -> None:
-        """By this guess, samples meet."""
-        self.meeting.setdefault("usual" if guess.usual else "returned" if guess.returned else "below", ops)
-
-    def contradicted(self, guess: Guess, error: Contradiction) -> None:
-        """The evidence contradicts this guess, or does not confirm it."""
-        self.moved.update({error.op: None} if error.op and all(guess.by_contract) else {})
-        self.unproven = self.unproven or error.unproven
-
-    def certain(self) -> tuple[str, ...]:
-        """The ops in which samples meet, if no other guess for tensors further below can be right."""
-        return self.meeting.get("usual") or (() if self.unproven else self.meeting.get("returned", ()))
-
-    def likeliest(self) -> tuple[str, ...]:
-        """The ops in which samples meet, or that put them elsewhere, after all has been tried."""
-        return self.meeting.get("below") or tuple(self.moved)
 
 
 def _interaction(what: str, ops: tuple[str, ...]) -> InteractionError:

@@ -23,7 +23,6 @@ from .samples import Found
 from .trees import leaves, tree_map
 
 Place = tuple[int, int]  # a step, and which of its outputs
-Choices = Callable[[Shape], Sequence[Layout]]  # the layouts that fit a shape
 _MANY = 1024  # elements by which a dependence shows, in whatever function
 
 # How samples are changed: what stands for numbers, draw after draw, as some functions jump and others want positive
@@ -133,26 +132,22 @@ class Replay:
     steps: Sequence[Step]
     sources: Sequence[Source]
     batch: int
+    choices: Callable[[Shape], Sequence[Layout]]  # the layouts that fit a shape
 
-    def found(self, place: Place, choices: Choices) -> Found:
+    def found(self, place: Place) -> Found:
         """Where the samples lie in the result of a function of data and weights, and whether they have met."""
-
-        def fits(pattern: Tensor) -> bool:
-            return bool(self._fitting(pattern, choices))
-
-        pattern = self._pattern(place, fits)
+        pattern = self._pattern(place)
         if pattern is None:
             return Found()
-        if not choices(tuple(pattern.shape)):  # a mean over samples, say
+        if not self.choices(tuple(pattern.shape)):  # a mean over samples, say
             return self._found_in_data(place) or self._found_without_batch(place)
-        if fits(pattern):
-            fitting = self._fitting(pattern, choices)
+        if fitting := self._fitting(pattern):
             return Found(fitting[0]) if len(fitting) == 1 else Found()
-        alone = [self._pattern(place, fits, only=number) for number in range(len(self.sources))]
-        if len(alone) > 1 and all(one is None or fits(one) for one in alone):
+        alone = [self._pattern(place, only=number) for number in range(len(self.sources))]
+        if len(alone) > 1 and all(one is None or self._fitting(one) for one in alone):
             return Found()  # each input keeps samples apart: some is a table that is as long as the batch
         meet = self._depends_on_several(pattern)
-        return Found(None if meet else self._decoded(pattern), self._culprits(place, fits), meet)
+        return Found(None if meet else self._decoded(pattern), self._culprits(place), meet)
 
     def _found_in_data(self, place: Place) -> Found | None:
         """Have samples met in the data that went into a result which has no batch?"""
@@ -161,25 +156,25 @@ class Replay:
         given = [makers[number] for number in steps[last].uses() if number in makers]
         for made, pattern in self._patterns([*given, place]).items():
             if made != place and self._depends_on_several(pattern):
-                return Found(None, self._culprits(made, lambda pattern: True), meet=True)
+                return Found(None, self._culprits(made), meet=True)
         return None
 
     def _found_without_batch(self, place: Place) -> Found:
         """What the first input, whose samples are certain, has to do with a result that has no batch."""
-        pattern = self._pattern(place, lambda pattern: False, only=0)
+        pattern = self._pattern(place, only=0)
         if pattern is None:
             return Found()
         layout = None if self._depends_on_several(pattern) else self._decoded(pattern)
         is_of_one = layout is not None and len(labels(layout, tuple(pattern.shape)).unique()) == 1
         return Found() if is_of_one else Found(layout, name_of(self.steps[place[0]].func))
 
-    def _culprits(self, place: Place, fits: Callable[[Tensor], bool]) -> str:
+    def _culprits(self, place: Place) -> str:
         """Of the functions that lead to a result, the first in which samples meet, and the first that moves them."""
         before = [(i, k) for i in self.needed(place) if i != place[0] for k in range(len(self.steps[i].numbers))]
         patterns = self._patterns([*before, place])
         patterns.pop(place, None)
         meet = [i for (i, _), pattern in patterns.items() if self._depends_on_several(pattern)]
-        moved = [i for (i, _), p in patterns.items() if len(p[p != 0].unique()) > 1 and not fits(p)]
+        moved = [i for (i, _), p in patterns.items() if len(p[p != 0].unique()) > 1 and not self._fitting(p)]
         first = sorted({*sorted(meet)[:1], *sorted(moved)[:1]}) or [place[0]]
         return ", ".join(name_of(self.steps[i].func) for i in first)
 
@@ -197,37 +192,42 @@ class Replay:
             stack += new
         return sorted(found)
 
-    def _pattern(self, place: Place, fits: Callable[[Tensor], bool], only: int | None = None) -> Tensor | None:
-        """The pattern of one output, or None if it shows none; what ``fits`` is confirmed by more draws."""
-        return self._patterns([place], only, lambda pattern: not fits(pattern)).get(place)
+    def _pattern(self, place: Place, only: int | None = None) -> Tensor | None:
+        """The pattern of one output, or None if it shows no dependence."""
+        return self._patterns([place], only).get(place)
 
-    def _patterns(
-        self, places: Sequence[Place], only: int | None = None, enough: Callable[[Tensor], bool] = lambda pattern: False
-    ) -> dict[Place, Tensor]:
+    def _patterns(self, places: Sequence[Place], only: int | None = None) -> dict[Place, Tensor]:
         """In which runs each output changes, element by element; ``only`` one input's samples, if given.
 
-        Samples are changed in the first way that shows a dependence of the last output. A large pattern is of one draw;
-        of smaller ones, all draws are taken together, until the last is ``enough``.
+        Samples are changed in the first way that shows a dependence of the last output.
         """
         numbers = all(s.tensor.is_floating_point() or s.tensor.is_complex() for s in self.sources)
         for kinds, indices in _WAYS:
-            if numbers and not indices:
-                continue
-            found: dict[Place, Tensor] = {}
-            for seed, kind in enumerate(kinds):
-                try:
-                    drawn = self._draw(places, kind, indices, seed, only)
-                except Unfit:
-                    continue
-                if any(drawn[place].shape != pattern.shape for place, pattern in found.items()):
-                    found = {}
-                    break
-                found = {place: pattern | found.get(place, 0) for place, pattern in drawn.items()}
-                if found[places[-1]].numel() > _MANY or enough(found[places[-1]]):
-                    break
+            found = {} if numbers and not indices else self._drawn(places, kinds, indices, only)
             if found and bool(found[places[-1]].any()):
                 return found
         return {}
+
+    def _drawn(
+        self, places: Sequence[Place], kinds: Sequence[str], indices: bool, only: int | None
+    ) -> dict[Place, Tensor]:
+        """The patterns of several draws together; nothing if no draw can be run, or shapes are not always the same.
+
+        One draw is enough for large patterns, or for the one wanted if no layout fits it.
+        """
+        found: dict[Place, Tensor] = {}
+        for seed, kind in enumerate(kinds):
+            try:
+                drawn = self._draw(places, kind, indices, seed, only)
+            except Unfit:
+                continue
+            if any(drawn[place].shape != pattern.shape for place, pattern in found.items()):
+                return {}
+            found = {place: pattern | found.get(place, 0) for place, pattern in drawn.items()}
+            large = all(pattern.numel() > _MANY for pattern in found.values())
+            if large or (len(places) == 1 and not self._fitting(found[places[0]])):
+                break
+        return found
 
     def _draw(
         self, places: Sequence[Place], kind: str, indices: bool, seed: int, only: int | None
@@ -276,11 +276,10 @@ class Replay:
         bits = sum((pattern >> k & 1 for k in range(n)), torch.zeros_like(pattern))
         return bool((bits > n // 2).any())
 
-    def _fitting(self, pattern: Tensor, choices: Choices) -> list[Layout]:
+    def _fitting(self, pattern: Tensor) -> list[Layout]:
         """The layouts by which every element depends on its own sample alone."""
-        _, codes = _codes(self.batch)
-        shape = tuple(pattern.shape)
-        own = [(layout, codes[labels(layout, shape)].to(pattern.device)) for layout in choices(shape)]
+        (_, codes), shape = _codes(self.batch), tuple(pattern.shape)
+        own = [(layout, codes[labels(layout, shape)].to(pattern.device)) for layout in self.choices(shape)]
         return [layout for layout, code in own if not bool((pattern & ~code).any())]
 
     def _decoded(self, pattern: Tensor) -> Layout:

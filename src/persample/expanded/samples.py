@@ -1,36 +1,29 @@
-"""Where the samples of a call lie: what is known of it, and guesses that are checked by it.
+"""Where the samples of a call lie, as far as it is known.
 
-By contract, a result carries the batch in dim 0 (or dim 1), or is a recurrent state. What else fits by size, such as a
-dim of B·T, or a tensor below a mean loss, is a guess. Every guess must agree with the evidence: what is known of the
-results of functions that were given the call's data. Where a guess goes beyond the contract, there must be some.
+The evidence is what is known of the results of functions that were given the call's data. By it, guesses where samples
+lie in the results of the call are checked, and samples that have met are refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, product
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 from torch.nn.utils.rnn import PackedSequence
 
-from .._errors import InteractionError, UnsupportedError
+from .._errors import InteractionError
 from ..graph.layout import Block, Labels, Layout, Shape, carry, join, strides
 from ..graph.plan import Plan
-from ..graph.roots import Roots, slot_of
+from ..graph.roots import slot_of
 from ..graph.site import Flow
 from ..graph.tape import Slot
 from .engine import Graph, counts_positions, located, rests_on, shape_in
 
 _TRIES = 64  # guesses for one set of tensors
 _NO_PLACE = Block(0, 0)
-
-
-class UnknownBatch(UnsupportedError):
-    """The samples cannot be told apart in what a call returned."""
 
 
 class Contradiction(Exception):
@@ -65,16 +58,6 @@ class Data(Protocol):
 
     def tables(self) -> Sequence[Slot]:
         """What was computed from weights and constants to which no input has contributed."""
-
-
-@dataclass(frozen=True)
-class Guess:
-    """One way to start a backward: tensors, and where their samples lie."""
-
-    roots: Roots
-    by_contract: Sequence[bool]  # of every root: is this where a result of the call must have its samples?
-    usual: bool  # are all samples in the batch dim of the call, also of tensors that are no results?
-    returned: bool  # does it start from the results themselves?
 
 
 @dataclass(slots=True)
@@ -140,16 +123,11 @@ class Samples:
         """The evidence, as far as it decides how a guess is judged."""
         return {slot: f.layout or _NO_PLACE for slot, f in self.evidence.items()}
 
-    def verify(self, plan: Plan, guess: Guess, follow: bool) -> None:
-        """Refuse a guess that contradicts the evidence, or that lacks some and needs it.
-
-        It is needed beyond the contract; with ``follow``, for everything, if there is any.
-        """
+    def verify(self, plan: Plan, doubtful: Sequence[Slot]) -> None:
+        """Refuse a plan that contradicts the evidence, or lacks some for a ``doubtful`` start."""
         agreed = self.compare(plan)
-        for slot, by_contract in zip(guess.roots.slots, guess.by_contract, strict=True):
-            needed = not by_contract or (follow and bool(self.evidence))
-            if needed and not rests_on(plan, slot, agreed):
-                raise Contradiction(unproven=True)
+        if not all(rests_on(plan, slot, agreed) for slot in doubtful):
+            raise Contradiction(unproven=True)
 
     def compare(self, plan: Plan, may_meet: bool = False) -> list[Slot]:
         """Where a plan agrees with the evidence; raises if it does not. Samples ``may_meet`` in it."""
@@ -181,103 +159,6 @@ class Samples:
                 both = [along(shape, d, self.batch), Block(self.batch, strides(tuple(shape))[d])]
                 folded += both if self.dim == 0 else both[::-1]
         return exact + folded
-
-    def guesses(self, outputs: Sequence[Tensor], grads: Sequence[Tensor], graph: Graph) -> Iterator[Iterator[Guess]]:
-        """Guesses for one set of tensors after another, the likeliest first.
-
-        The first set are the results, or the nearest tensors below those without a batch.
-        """
-        results = dict(zip([slot_of(y) for y in outputs], grads, strict=True))
-        for slot in self.weights.intersection(results):
-            raise self._without_samples(graph, slot)
-        direct = {slot: self._places(slot, tuple(g.shape)) for slot, g in results.items()}
-        if all(direct.values()):
-            yield self._guesses(results, direct)
-            return
-        passed: set[Slot] = set()
-        while starts := self._below(graph, results, passed):
-            yield self._guesses(results, starts)
-            passed |= {slot for slot in starts if not direct.get(slot)}
-            if not passed.intersection(starts):
-                return
-
-    def _places(self, slot: Slot, shape: Shape) -> list[Layout]:
-        """Where the samples of this tensor may lie: one place, if that is known."""
-        known = self.place(slot)
-        return self.choices(shape) if known is None else [known]
-
-    def _guesses(self, results: Mapping[Slot, Tensor], starts: Mapping[Slot, list[Layout]]) -> Iterator[Guess]:
-        """All guesses for one set of tensors."""
-        cotangents = _cotangents(results, starts)
-        slots, grads = list(cotangents), list(cotangents.values())
-        for layouts in islice(product(*[starts[slot] for slot in slots]), _TRIES):
-            usual = [
-                self.place(slot) is not None or self._is_usual(tuple(g.shape), layout)
-                for (slot, g), layout in zip(cotangents.items(), layouts, strict=True)
-            ]
-            by_contract = [
-                slot in results and (is_usual or (len(starts[slot]) == 1 and self._may_be_state(tuple(g.shape))))
-                for (slot, g), is_usual in zip(cotangents.items(), usual, strict=True)
-            ]
-            returned = all(slot in results for slot in slots)
-            yield Guess(Roots(slots, layouts, self.batch, grads), by_contract, all(usual), returned)
-
-    def _is_usual(self, shape: Shape, layout: Layout) -> bool:
-        """Are the samples in the batch dim of the call?"""
-        fits = [d for d, n in enumerate(shape) if n == self.batch and d <= self.dim]
-        if self.dim == 1 and len(shape) <= 2:  # where time comes first, a matrix may have none, and is B x C
-            return len(fits) == 1 and layout == along(shape, fits[0], self.batch)
-        return self.dim in fits and layout == along(shape, self.dim, self.batch)
-
-    def _may_be_state(self, shape: Shape) -> bool:
-        """May this be a recurrent state, (layers, B, features)?"""
-        return len(shape) == 3 and shape[1] == self.batch
-
-    def _below(self, graph: Graph, results: Iterable[Slot], passed: set[Slot]) -> dict[Slot, list[Layout]]:
-        """The nearest tensors that may hold a batch, none of them below another; some are ``passed`` by."""
-        passed = set(passed)
-        while True:
-            found = self._nearest(graph, results, passed)
-            upper = {slot for slot in found if graph.leads_to(slot, found)}
-            if not upper:
-                return found
-            passed |= upper  # what it leads to would be counted twice
-
-    def _nearest(self, graph: Graph, results: Iterable[Slot], passed: set[Slot]) -> dict[Slot, list[Layout]]:
-        found: dict[Slot, list[Layout]] = {}
-        stack, seen = [slot for slot in results if graph.holds(slot)], set(results)
-        while stack:
-            slot = stack.pop()
-            places = self._places(slot, graph.shape(slot))
-            if places and slot not in passed:
-                found[slot] = places
-                continue
-            below = [other for other in graph.below(slot) if other not in seen]
-            if any(map(graph.is_weight, below)):
-                raise self._without_samples(graph, slot)
-            seen.update(below)
-            stack += below
-        return found
-
-    def _without_samples(self, graph: Graph, slot: Slot) -> UnknownBatch:
-        return UnknownBatch(
-            f"parameters are used without any sample ({type(slot[0]).__name__}), as in a penalty on weights, or there "
-            f"is no batch of {self.batch} samples in a tensor of shape {graph.shape(slot)}: whose gradient that is "
-            f"cannot be known. Return one loss per sample, and add such terms outside"
-        )
-
-
-def _cotangents(results: Mapping[Slot, Tensor], starts: Iterable[Slot]) -> dict[Slot, Tensor]:
-    """The cotangents of the tensors that a backward starts from: those given, and what comes from results above."""
-    found = {slot: g for slot, g in results.items() if slot in starts}
-    above = {slot: g for slot, g in results.items() if slot not in starts}
-    if above:
-        edges, targets = ([GradientEdge(*slot) for slot in slots] for slots in (above, starts))
-        extra = torch.autograd.grad(edges, targets, list(above.values()), retain_graph=True, allow_unused=True)
-        for slot, g in zip(starts, extra, strict=True):
-            if g is not None:
-                found[slot] = found[slot] + g if slot in found else g
-    return {slot: found[slot] for slot in starts if slot in found}
 
 
 def interaction(ops: Iterable[str]) -> InteractionError:
