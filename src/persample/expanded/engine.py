@@ -13,7 +13,7 @@ from ..graph.layout import Layout, Shape
 from ..graph.plan import Plan, plan
 from ..graph.roots import Roots, slot_of
 from ..graph.rows import only_counts
-from ..graph.saved import in_checkpoint, tensor
+from ..graph.saved import in_checkpoint, metadata, tensor
 from ..graph.site import Flow, weights_only
 from ..graph.tape import Slot, Tape, edges_of, leading_to, leaf_of, op_name, walk
 
@@ -34,6 +34,12 @@ def other_leaves(tape: Tape) -> list[Tensor]:
 def is_computed_from(results: Sequence[Tensor], leaves: Sequence[Tensor]) -> bool:
     """Does the graph lead from one of these results to one of these leaves?"""
     return bool(leading_to([slot_of(y)[0] for y in results], {slot_of(x)[0] for x in leaves}))
+
+
+def shape_of(slot: Slot) -> Shape:
+    """The shape of a tensor in any graph."""
+    node, nr = slot
+    return tuple(metadata(node)[nr].shape)
 
 
 class Graph:
@@ -113,11 +119,6 @@ def located(found: Plan, slot: Slot) -> Layout | Flow | None:
 def counts_positions(slot: Slot) -> bool:
     """Was it computed with integers that are positions, and no data, though there may be as many as samples?"""
     return only_counts(slot[0])
-
-
-def shape_in(found: Plan, slot: Slot) -> Shape:
-    """The shape of a tensor that a plan comes to."""
-    return found.tape.shape(slot)
 
 
 def rests_on(found: Plan, slot: Slot, evidence: Collection[Slot]) -> bool:

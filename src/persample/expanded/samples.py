@@ -20,7 +20,7 @@ from ..graph.plan import Plan
 from ..graph.roots import slot_of
 from ..graph.site import Flow
 from ..graph.tape import Slot
-from .engine import Graph, counts_positions, located, rests_on, shape_in
+from .engine import Graph, counts_positions, located, rests_on, shape_of
 
 _TRIES = 64  # guesses for one set of tensors
 _NO_PLACE = Block(0, 0)
@@ -95,24 +95,26 @@ class Samples:
         return None
 
     def learn(self, graph: Graph) -> None:
-        """Look at the data of the call, once; raises if samples have met in them."""
-        if self.data is None:
-            return
-        found = {slot: f for slot, f in self.data.found(self.choices, self.evidence).items() if graph.holds(slot)}
-        if ops := [f.op for f in found.values() if f.meet and f.op]:
+        """Look at the data of the call, once; raises if samples have met in any that this ``graph`` has used."""
+        if self.data is not None:
+            for slot, f in self.data.found(self.choices, self.evidence).items():
+                told = self.place(slot)
+                agrees = told is not None and f.layout is not None and join(told, f.layout, shape_of(slot)) is not None
+                if f != Found() and not agrees:
+                    self.evidence[slot] = f
+            self.tables, self.data = self.data.tables(), None
+            if all(self.place(slot) is None for slot in self.evidence):  # a function may hide others
+                self._look_inside(graph)
+        if ops := [f.op for slot, f in self.evidence.items() if f.meet and f.op and graph.holds(slot)]:
             raise interaction(ops)
-        self.tables, self.data = self.data.tables(), None
-        for slot, f in found.items():
-            told = self.place(slot)
-            agrees = told is not None and f.layout is not None and join(told, f.layout, graph.shape(slot)) is not None
-            if f != Found() and not agrees:
-                self.evidence[slot] = f
-        if all(self.place(slot) is None for slot in self.evidence):  # a function may hide others
-            for slot, x, kept in graph.saved_data():
-                layout = self.of_input(x)
-                there = None if layout is None else carry(layout, tuple(x.shape), graph.shape(slot), kept)
-                if there is not None:
-                    self.evidence.setdefault(slot, Found(there))
+
+    def _look_inside(self, graph: Graph) -> None:
+        """Ops that were given an input of the call, though no function of weights was seen to be."""
+        for slot, x, kept in graph.saved_data():
+            layout = self.of_input(x)
+            there = None if layout is None else carry(layout, tuple(x.shape), shape_of(slot), kept)
+            if there is not None:
+                self.evidence.setdefault(slot, Found(there))
 
     def place(self, slot: Slot) -> Layout | None:
         """Where the samples of this tensor lie, if that is known and no function has moved them."""
@@ -136,7 +138,7 @@ class Samples:
             place = located(plan, slot)
             if place is None:
                 continue
-            shape = shape_in(plan, slot)
+            shape = shape_of(slot)
             if layout is None:
                 used.append(str(op))
             elif isinstance(place, Layout):
