@@ -109,8 +109,8 @@ class PerSampleCall:
             raise RuntimeError("there are results where reductions=[...] were asked for; here, look at p.grad_sample")
         if self._results is None:
             raise RuntimeError("no backward has come by since results were last taken")
-        found, self._results = self._results, None
-        return found
+        results, self._results = self._results, None
+        return results
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, and wait for the backward."""
@@ -118,7 +118,7 @@ class PerSampleCall:
         if not params or not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
         batch = batch_of((args, kwargs), self._batch_size, self._dim)
-        self._check_clear(params)
+        self._check_results_taken(params)
         _refuse_late_hooks(params)
         _refuse_batch_norms(self.module)
         return record_call(
@@ -136,7 +136,8 @@ class PerSampleCall:
         """What the user's loss was divided by."""
         return batch if self._loss_reduction == "mean" else 1
 
-    def _check_clear(self, params: Mapping[str, Tensor]) -> None:
+    def _check_results_taken(self, params: Mapping[str, Tensor]) -> None:
+        """Refuse to mix this backward's results with an earlier one's."""
         if self._reductions is None:
             _check_clear(params.items())
         elif self._results is not None:
@@ -145,7 +146,7 @@ class PerSampleCall:
     @contextmanager
     def _receive(self, params: Mapping[str, Tensor], batch: int) -> Iterator[Receiver]:
         """Write ``grad_sample`` during one backward, or feed the reductions."""
-        self._check_clear(params)
+        self._check_results_taken(params)
         if self._reductions is None:
             with _writing(params, batch, self._scale(batch)) as write:
                 yield Receiver(write)

@@ -166,19 +166,23 @@ class _Writer:
                 "set grad_sample to None before"
             )
         self.written = True
-        yield Receiver(lambda name, factor: add_grad_sample(self.bases[int(name)], factor))
+        yield Receiver(lambda name, factor: write(factor, self.bases[int(name)]))
         for base in self.bases:
             orig = base.orig_weight
             if getattr(orig, "grad_sample", None) is None:  # no element of it was reached
                 orig.grad_sample = orig.detach().new_zeros(base.batch_size, *orig.shape)  # type: ignore[attr-defined]
 
 
-def add_grad_sample(weight: ExpandedWeight, factor: Factor) -> None:
-    """Write a factor out, or add it to what earlier uses have written; missing samples are the last ones."""
-    orig, count = weight.orig_weight, weight.batch_size
-    stack = orig.detach().new_zeros(count, *orig.shape)
-    factor.stack(stack[: factor.batch])
-    if weight.scale != 1:
-        stack *= weight.scale
-    before = getattr(orig, "grad_sample", None)
-    orig.grad_sample = stack if before is None else before + stack  # type: ignore[attr-defined]
+def write(factor: Factor, weight: ExpandedWeight) -> None:
+    """Add a factor to ``grad_sample``."""
+    orig = weight.orig_weight
+    add_grad_sample(weight, factor.stack(orig.detach().new_empty(factor.batch, *orig.shape)))
+
+
+def add_grad_sample(weight: ExpandedWeight, rows: Tensor) -> None:
+    """Add rows to what earlier uses have written, if any; missing ones are zero, and those of the last samples."""
+    missing = rows.new_zeros(weight.batch_size - len(rows), *rows.shape[1:])
+    rows = torch.cat([rows, missing]) if len(missing) else rows
+    rows = rows if weight.scale == 1 else rows * weight.scale
+    before = getattr(weight.orig_weight, "grad_sample", None)
+    weight.orig_weight.grad_sample = rows if before is None else before + rows  # type: ignore[attr-defined]

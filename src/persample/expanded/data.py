@@ -141,10 +141,6 @@ class Notes(TorchFunctionMode):
             self._alive.append(weakref.ref(t, lambda _: numbers.pop(key, None)))
         return numbers[key]
 
-    def tables(self) -> Sequence[Slot]:
-        """What was computed from weights, and from constants to which no input has contributed."""
-        return self.origins.tables()
-
     def _is_active(self, t: Tensor) -> bool:
         """Is it a weight, or computed from weights and whatever else?"""
         return isinstance(t, ExpandedWeight) or (t.requires_grad and id(t) not in self._numbers)

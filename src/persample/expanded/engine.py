@@ -1,4 +1,7 @@
-"""All that is asked of the graph engine about the graph of a recorded call."""
+"""All that is asked of the graph engine about a recorded call: no other file here looks into a tape or a plan.
+
+A tensor is named by its slot: the node that has made it, and which of that node's results it is.
+"""
 
 from __future__ import annotations
 

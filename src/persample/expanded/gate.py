@@ -22,12 +22,13 @@ from .._errors import InteractionError, PerformanceWarning
 from ..factors import Dense, Factor, combine
 from ..graph.capture import PartsSink, Sink
 from ..graph.entry import Check, capture_from
+from ..graph.plan import Plan
 from ..graph.roots import Roots, slot_of
 from ..graph.saved import keeps_graph, version, will_run
 from ..graph.tape import Tape
 from .engine import Graph
 from .guesses import Guess, Guesses, Refused, UnknownBatch
-from .samples import Contradiction, Samples
+from .samples import Contradiction, Samples, interaction
 
 _Gradients = tuple[Tensor | None, ...]  # of the inputs
 
@@ -129,9 +130,6 @@ class _Backward:
         graph = Graph(self.outputs, list(call.leaves.values()), call.inputs, call.tape)
         try:
             samples.learn(graph)
-        except InteractionError as error:
-            raise _interaction(call.what, error.ops) from None
-        try:
             for guesses in Guesses.of(samples, graph, self.outputs, self.cotangents):
                 for guess in guesses:
                     try:
@@ -141,11 +139,13 @@ class _Backward:
                     except InteractionError as error:
                         refused.met(guess, error.ops)
                 if ops := refused.certain():
-                    raise _interaction(call.what, ops)
+                    raise interaction(ops)
+            if ops := refused.likeliest():
+                raise interaction(ops)
+        except InteractionError as error:
+            raise _for_users(error, call.what) from None
         except UnknownBatch as error:
             raise UnknownBatch(f"{call.what}: {error}") from error
-        if ops := refused.likeliest():
-            raise _interaction(call.what, ops)
         raise UnknownBatch(
             f"cannot tell the samples apart in what {call.what} returned, of shapes "
             f"{[tuple(y.shape) for y in self.outputs]}: expected dim {samples.dim} to be the batch of "
@@ -158,19 +158,22 @@ class _Backward:
         try:
             return self._capture(guess, graph)
         except InteractionError:
-            samples, found = self.call.samples, graph.plan(guess.roots)
-            samples.compare(found, may_meet=True)  # perhaps the guess is wrong, and samples do not meet
-            try:
-                samples.verify(found, guess.doubtful)
-            except (Contradiction, InteractionError):
-                coincidence = False
-            else:
-                coincidence = not graph.interact_without(samples.tables, found, guess.roots)
-            if not coincidence:
+            found = graph.plan(guess.roots)
+            self.call.samples.compare(found, may_meet=True)  # perhaps the guess is wrong, and samples do not meet
+            if not self._is_coincidence(guess, graph, found):
                 raise
-        with warnings.catch_warnings():  # tables are as long as the batch, and rows of the Jacobian exact in any case
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "samples interact in", PerformanceWarning)
             return self._capture(guess, graph, independent=False)
+
+    def _is_coincidence(self, guess: Guess, graph: Graph, found: Plan) -> bool:
+        """Do samples seem to meet in nothing but tables as long as the batch? Then rows of the Jacobian are right."""
+        samples = self.call.samples
+        try:
+            samples.verify(found, guess.doubtful)
+        except (Contradiction, InteractionError):
+            return False
+        return not graph.interact_without(samples.tables, found, guess.roots)
 
     def _capture(self, guess: Guess, graph: Graph, independent: bool = True) -> _Gradients:
         call, samples = self.call, self.call.samples
@@ -192,15 +195,16 @@ class _Backward:
         )
 
 
-def _interaction(what: str, ops: tuple[str, ...]) -> InteractionError:
-    error = InteractionError(
-        f"samples interact in {', '.join(ops)}, of {what}: one sample's loss depends on another sample "
+def _for_users(error: InteractionError, what: str) -> InteractionError:
+    """What to say of samples that meet, and what to do."""
+    found = InteractionError(
+        f"samples interact in {', '.join(error.ops)}, of {what}: one sample's loss depends on another sample "
         f"(or the op's backward is not linear). Use layers that keep samples apart (GroupNorm for BatchNorm, or "
         f"model.eval()), do to data what mixes them before the call, or use ps.grad, which gives the exact "
         f"Jacobian rows"
     )
-    error.ops = ops
-    return error
+    found.ops = error.ops
+    return found
 
 
 class _Ask(torch.autograd.Function):

@@ -83,7 +83,7 @@ def _samples(module: nn.Module, arguments: Any, batch: int, dim: int) -> tuple[S
     inputs = [leaf for leaf in found if type(leaf) is Tensor and holds_batch(leaf, batch, dim)]
     samples = Samples(batch, dim, inputs, packed[0] if len(packed) == 1 else None)
     others = [leaf for leaf in found if isinstance(leaf, Tensor) and not isinstance(leaf, ExpandedWeight)]
-    samples.data = notes = Notes(_sources(samples), batch, dim, module, others)
+    samples.notes = notes = Notes(_sources(samples), batch, dim, module, others)
     return samples, notes
 
 

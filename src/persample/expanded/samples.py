@@ -6,9 +6,9 @@ lie in the results of the call are checked, and samples that have met are refuse
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from ..graph.tape import Slot
 from .engine import Graph, counts_positions, located, rests_on, shape_of
 
 _TRIES = 64  # guesses for one set of tensors
+if TYPE_CHECKING:
+    from .data import Notes
+
 _NO_PLACE = Block(0, 0)
 
 
@@ -50,16 +53,6 @@ class Found(NamedTuple):
     meet: bool = False
 
 
-class Data(Protocol):
-    """Data that were computed from the inputs of a call, and went into functions of weights."""
-
-    def found(self, choices: Callable[[Shape], Sequence[Layout]], known: Mapping[Slot, Found]) -> dict[Slot, Found]:
-        """What is to be known of the results of these functions; those of unchanged inputs may be ``known``."""
-
-    def tables(self) -> Sequence[Slot]:
-        """What was computed from weights and constants to which no input has contributed."""
-
-
 @dataclass(slots=True)
 class Samples:
     """What is known of the samples of one call."""
@@ -68,10 +61,10 @@ class Samples:
     dim: int  # of the batch, in inputs and results
     inputs: Sequence[Tensor] = ()  # of the call, those with a batch
     packed: PackedSequence | None = None  # the call's one packed input, if it has one
-    data: Data | None = None  # computed from the inputs, until it has been looked at
+    notes: Notes | None = None  # of what was done to the inputs, until they have been looked at
     evidence: dict[Slot, Found] = field(default_factory=dict)
     weights: set[Slot] = field(default_factory=set)  # results that were computed from weights alone
-    tables: Sequence[Slot] = ()
+    tables: Sequence[Slot] = ()  # computed from weights, and from constants to which no input has contributed
 
     def knows(self, tensor: Tensor) -> bool:
         """Has it been told where this tensor's samples lie?"""
@@ -96,13 +89,13 @@ class Samples:
 
     def learn(self, graph: Graph) -> None:
         """Look at the data of the call, once; raises if samples have met in any that this ``graph`` has used."""
-        if self.data is not None:
-            for slot, f in self.data.found(self.choices, self.evidence).items():
+        if self.notes is not None:
+            for slot, f in self.notes.found(self.choices, self.evidence).items():
                 told = self.place(slot)
                 agrees = told is not None and f.layout is not None and join(told, f.layout, shape_of(slot)) is not None
                 if f != Found() and not agrees:
                     self.evidence[slot] = f
-            self.tables, self.data = self.data.tables(), None
+            self.tables, self.notes = self.notes.origins.tables(), None
             if all(self.place(slot) is None for slot in self.evidence):  # a function may hide others
                 self._look_inside(graph)
         if ops := [f.op for slot, f in self.evidence.items() if f.meet and f.op and graph.holds(slot)]:
