@@ -131,7 +131,7 @@ class PerSampleCall:
         if not params or not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
         batch = batch_of((args, kwargs), self._batch_size, self._dim)
-        self._check_clear(params)
+        self._check_results_taken(params)
         _refuse_late_hooks(params)
         _refuse_batch_norms(self.module)
         return record_call(
@@ -149,7 +149,8 @@ class PerSampleCall:
         """What the user's loss was divided by."""
         return batch if self._loss_reduction == "mean" else 1
 
-    def _check_clear(self, params: Mapping[str, Tensor]) -> None:
+    def _check_results_taken(self, params: Mapping[str, Tensor]) -> None:
+        """Refuse to mix this backward's results with an earlier one's."""
         if self._reductions is None:
             _check_clear(params.items())
         elif self._results is not None:
@@ -158,7 +159,7 @@ class PerSampleCall:
     @contextmanager
     def _receive(self, params: Mapping[str, Tensor], batch: int) -> Iterator[Receiver]:
         """Write ``grad_sample`` during one backward, or feed the reductions."""
-        self._check_clear(params)
+        self._check_results_taken(params)
         if self._reductions is None:
             with _writing(params, batch, self._scale(batch)) as write:
                 yield Receiver(one_by_one(write))

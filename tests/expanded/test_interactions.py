@@ -215,6 +215,29 @@ def test_the_input_changed_in_place() -> None:
     refused(Run(lambda m, x: (x.__setitem__(0, x[1]), m.a(x))[1], a=nn.Linear(C, 2)), r(B, C), op="__setitem__")
 
 
+def test_a_second_backward_is_refused_as_the_first() -> None:
+    module = Run(lambda m, x: m.a(x - x.mean(0)), a=nn.Linear(C, 2)).double()
+    loss = call_for_per_sample_grads(module)(r(B, C)).square().sum()
+    for _ in range(2):
+        with pytest.raises(ps.InteractionError, match="samples interact in mean"):
+            loss.backward(retain_graph=True)
+    assert getattr(module.a.weight, "grad_sample", None) is None
+
+
+def test_a_backward_of_another_result_is_refused_for_what_it_uses() -> None:
+    def body(m: Run, x: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+        return m.a(x) * scale, m.b(x.flip(0)), m.b(x - x.mean(0))
+
+    module = Run(body, a=nn.Linear(C, 2), b=nn.Linear(C, 2)).double()
+    apart, *others = call_for_per_sample_grads(module)(r(B, C), r(B, 2, grad=True))
+    apart.square().sum().backward(retain_graph=True)
+    for out, op in zip(others, ["flip", "mean"], strict=True):
+        for p in module.parameters():
+            p.grad_sample = None
+        with pytest.raises(ps.InteractionError, match=f"samples interact in {op}"):
+            out.square().sum().backward(retain_graph=True)
+
+
 def test_an_answer_of_another_call_is_not_taken() -> None:
     """The same functions of the same shapes, with other indices."""
     module = Run(lambda m, x, order: m.a(x[order[:, 0]]), a=nn.Linear(C, 2)).double()

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ..factors import Factor, one_by_one
-from ..graph.nodes import children
-from ..graph.roots import slot_of
-from ..graph.traverse import leading_to
 from ..trees import leaves, tree_map
+from .engine import is_computed_from
+from .functions import Known, is_in_place, name_of
 from .gate import Receiver, Recording, attach
 from .inputs import StandIns, holds_batch
-from .registry import Shipped, name_of
 from .samples import Samples, along
 
 if TYPE_CHECKING:
@@ -32,7 +30,7 @@ def call_alone(
     func: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    rule: Shipped | None,
+    rule: Known | None,
     weights: Sequence[ExpandedWeight],
 ) -> Any:
     """Its result, attached to the user's graph by a gate; of weights alone, a weight."""
@@ -40,74 +38,80 @@ def call_alone(
     samples = _samples(func, rule, data, weights)
     if samples is None or not torch.is_grad_enabled():
         args, kwargs = cls.unwrap((args, kwargs))
-        result = func(*args, **kwargs)
-        return tree_map(lambda leaf: _computed(cls, leaf, weights), result)
-    if _writes(func):
+        return _as_weights(cls, func(*args, **kwargs), weights)
+    if is_in_place(func):
         raise RuntimeError(
             f"{CANNOT_HANDLE} {name_of(func)}, which changes data in place by an expanded weight: use the form that "
             f"returns a new tensor"
         )
-    follow = rule is None or rule.place is None
-    stand_ins = StandIns()
-
-    def replace(leaf: Any) -> Any:
-        if isinstance(leaf, cls):
-            return leaf.leaf
-        if isinstance(leaf, nn.Parameter) and leaf.requires_grad:
-            return stand_ins.of_parameter(leaf)
-        if isinstance(leaf, Tensor) and (leaf.requires_grad or (follow and _holds_samples(leaf, samples))):
-            return stand_ins[leaf]
-        return leaf
-
-    args, kwargs = tree_map(replace, (args, kwargs))
+    place, stand_ins = None if rule is None else rule.alone, StandIns()
+    args, kwargs = tree_map(partial(_replaced, cls, stand_ins, None if place else samples), (args, kwargs))
     result = func(*args, **kwargs)
-    inner = [leaf for _, leaf in stand_ins.pairs()]
-    if follow and not _reached(result, inner):  # data lent their dtype or shape only
-        return tree_map(lambda leaf: _computed(cls, leaf, weights), result)
-    _place(func, rule, (args, kwargs), result, samples, inner)
-    wanted = [x for x, _ in stand_ins.pairs() if x.requires_grad]
-    outputs = [t for t in leaves(result) if isinstance(t, Tensor) and t.requires_grad]
+    outputs = [leaf for leaf in leaves(result) if _wants_gradient(leaf)]
+    inputs = [leaf for _, leaf in stand_ins.pairs()]
+    if place is not None:
+        place((args, kwargs), result, samples)
+        _check_located(func, outputs, samples)
+    elif outputs and inputs and not is_computed_from(outputs, inputs):  # data lent their dtype or shape only
+        return _as_weights(cls, result, weights)
+    else:
+        for x in inputs:
+            if x.numel() and _is_data(x, samples):
+                samples.tell(x, along(x.shape, samples.dim, samples.batch))
     bases = list({id(base): base for weight in weights for base in weight.bases}.values())
     recording = Recording(
         what=name_of(func),
         leaves={str(i): base.leaf for i, base in enumerate(bases)},
-        inputs=inner,
+        inputs=inputs,
         outputs=outputs,
         samples=samples,
         receive=_Writer(bases).open,
         working=[base.working for base in bases],
-        follow=follow,
+        follow=place is None,
         shared=any(bool(weight.sources) for weight in weights),
     )
+    wanted = [x for x, _ in stand_ins.pairs() if x.requires_grad]
     attached = dict(zip(map(id, outputs), attach(recording, [b.orig_weight for b in bases], wanted), strict=True))
     return tree_map(lambda leaf: attached.get(id(leaf), leaf), result)
 
 
-def _reached(result: Any, inner: Iterable[Tensor]) -> bool:
-    """Was the result computed from any of these?"""
-    nodes = [slot_of(t)[0] for t in leaves(result) if isinstance(t, Tensor) and t.requires_grad]
-    goals = {slot_of(x)[0] for x in inner}
-    return not nodes or not goals or bool(leading_to(nodes, goals, children))
+def _as_weights(cls: type[ExpandedWeight], result: Any, weights: Sequence[ExpandedWeight]) -> Any:
+    """What was computed from weights alone."""
+    return tree_map(lambda leaf: cls.computed(leaf, weights) if _wants_gradient(leaf) else leaf, result)
 
 
-def _writes(func: Callable[..., Any]) -> bool:
-    """Does the function change its first argument?"""
-    name = getattr(func, "__name__", "")
-    return name in ("__setitem__", "__set__") or bool(re.fullmatch(r"__i[a-z]+__|[a-z]\w*[a-z0-9]_", name))
+def _replaced(cls: type[ExpandedWeight], stand_ins: StandIns, followed: Samples | None, leaf: Any) -> Any:
+    """An argument as the function sees it: weights, what wants a gradient, and ``followed`` data are leaves."""
+    if isinstance(leaf, cls):
+        return leaf.leaf
+    if isinstance(leaf, nn.Parameter) and leaf.requires_grad:
+        return stand_ins.of_parameter(leaf)
+    wanted = _wants_gradient(leaf) or (followed is not None and _is_data(leaf, followed))
+    return stand_ins[leaf] if wanted else leaf
 
 
-def _computed(cls: type[ExpandedWeight], leaf: Any, weights: Sequence[ExpandedWeight]) -> Any:
-    is_weight = isinstance(leaf, Tensor) and leaf.requires_grad
-    return cls.computed(leaf, weights) if is_weight else leaf
+def _wants_gradient(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
-def _holds_samples(t: Tensor, samples: Samples) -> bool:
-    numbers = t.is_floating_point() or t.is_complex()
-    return numbers and not isinstance(t, nn.Parameter) and holds_batch(t, samples.batch, samples.dim)
+def _is_data(leaf: Any, samples: Samples) -> bool:
+    """Are these numbers with a batch, and no parameter that is not expanded?"""
+    if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter):
+        return False
+    return (leaf.is_floating_point() or leaf.is_complex()) and holds_batch(leaf, samples.batch, samples.dim)
+
+
+def _check_located(func: Callable[..., Any], outputs: Sequence[Tensor], samples: Samples) -> None:
+    for y in outputs:
+        if not samples.knows(y):
+            raise RuntimeError(
+                f"{CANNOT_HANDLE} {name_of(func)} that returned shape {tuple(y.shape)}, in which there is no batch "
+                f"of {samples.batch} samples, the batch size of the expanded weights"
+            )
 
 
 def _samples(
-    func: Callable[..., Any], rule: Shipped | None, data: Sequence[Tensor], weights: Sequence[ExpandedWeight]
+    func: Callable[..., Any], rule: Known | None, data: Sequence[Tensor], weights: Sequence[ExpandedWeight]
 ) -> Samples | None:
     """Where the batch is; None if there is none, because only weights and constants meet."""
     first = weights[0]
@@ -123,14 +127,12 @@ def _samples(
                 f"{weight.loss_reduction!r}, batch_first {first.batch_first} and {weight.batch_first}"
             )
     dim = (0 if first.batch_first else 1) if rule is None or rule.dim is None else rule.dim
-    sizes = [t.shape[dim] for t in data if t.ndim > dim]
-    if rule is not None and rule.place is not None:
-        if not first.allow_smaller_batches:
-            return Samples(first.batch_size, dim)
-        return Samples(min(sizes[0], first.batch_size) if sizes else first.batch_size, dim)
-    fitting = [n for n in sizes if n == first.batch_size or (first.allow_smaller_batches and 0 < n < first.batch_size)]
-    if fitting:
-        return Samples(fitting[0], dim)
+    batch, sizes = first.batch_size, [t.shape[dim] for t in data if t.ndim > dim]
+    if rule is not None and rule.alone is not None:
+        return Samples(min(sizes[0], batch) if first.allow_smaller_batches and sizes else batch, dim)
+    for n in sizes:
+        if n == batch or (first.allow_smaller_batches and 0 < n < batch):
+            return Samples(n, dim)
     if any(t.requires_grad for t in data):
         raise RuntimeError(
             f"{CANNOT_HANDLE} {name_of(func)} of data of shapes {[tuple(t.shape) for t in data]} and an expanded "
@@ -149,29 +151,6 @@ def _disagreement(one: ExpandedWeight, other: ExpandedWeight) -> str:
     return "Expected ExpandedWeights to have batch size matching input"
 
 
-def _place(
-    func: Callable[..., Any],
-    rule: Shipped | None,
-    arguments: tuple[tuple[Any, ...], Mapping[str, Any]],
-    result: Any,
-    samples: Samples,
-    inner: Sequence[Tensor],
-) -> None:
-    """Tell where the samples lie: in the results by rule, else in the data."""
-    if rule is not None and rule.place is not None:
-        rule.place(arguments, result, samples)
-        for t in leaves(result):
-            if isinstance(t, Tensor) and t.requires_grad and not samples.knows(t):
-                raise RuntimeError(
-                    f"{CANNOT_HANDLE} {name_of(func)} that returned shape {tuple(t.shape)}, in which there is no batch "
-                    f"of {samples.batch} samples, the batch size of the expanded weights"
-                )
-    else:
-        for x in inner:
-            if x.numel() and _holds_samples(x, samples):
-                samples.tell(x, along(x.shape, samples.dim, samples.batch))
-
-
 @dataclass
 class _Writer:
     """Adds to ``grad_sample`` what one backward brings."""
@@ -187,19 +166,23 @@ class _Writer:
                 "set grad_sample to None before"
             )
         self.written = True
-        yield Receiver(one_by_one(lambda name, factor: add_grad_sample(self.bases[int(name)], factor)))
+        yield Receiver(one_by_one(lambda name, factor: write(factor, self.bases[int(name)])))
         for base in self.bases:
             orig = base.orig_weight
             if getattr(orig, "grad_sample", None) is None:  # no element of it was reached
                 orig.grad_sample = orig.detach().new_zeros(base.batch_size, *orig.shape)  # type: ignore[attr-defined]
 
 
-def add_grad_sample(weight: ExpandedWeight, factor: Factor) -> None:
-    """Write a factor out, or add it to what earlier uses have written; missing samples are the last ones."""
-    orig, count = weight.orig_weight, weight.batch_size
-    stack = orig.detach().new_zeros(count, *orig.shape)
-    factor.stack(stack[: factor.batch])
-    if weight.scale != 1:
-        stack *= weight.scale
-    before = getattr(orig, "grad_sample", None)
-    orig.grad_sample = stack if before is None else before + stack  # type: ignore[attr-defined]
+def write(factor: Factor, weight: ExpandedWeight) -> None:
+    """Add a factor to ``grad_sample``."""
+    orig = weight.orig_weight
+    add_grad_sample(weight, factor.stack(orig.detach().new_empty(factor.batch, *orig.shape)))
+
+
+def add_grad_sample(weight: ExpandedWeight, rows: Tensor) -> None:
+    """Add rows to what earlier uses have written, if any; missing ones are zero, and those of the last samples."""
+    missing = rows.new_zeros(weight.batch_size - len(rows), *rows.shape[1:])
+    rows = torch.cat([rows, missing]) if len(missing) else rows
+    rows = rows if weight.scale == 1 else rows * weight.scale
+    before = getattr(weight.orig_weight, "grad_sample", None)
+    weight.orig_weight.grad_sample = rows if before is None else before + rows  # type: ignore[attr-defined]

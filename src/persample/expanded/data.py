@@ -1,14 +1,14 @@
-"""Following data from the inputs of a call to where they meet weights, or what was computed from weights.
+"""Functions of data, noted from the inputs of a call to where they meet weights, or what was computed from weights.
 
-Functions of data leave no trace in the graph. They are noted here and, when a backward wants to know where a tensor
-carries its samples and whether it keeps them apart, run again with some samples changed (`replay`). Notes name what
-they were made from by number and hold no data, so that nothing lives longer.
+They leave no trace in the graph. When a backward wants to know where a tensor carries its samples, and whether it keeps
+them apart, they are run again with some samples changed (`replay`). Notes name what they were made from by number and
+hold no data, so that nothing lives longer.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,15 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..graph.layout import Shape
+from ..graph.layout import Layout, Shape
 from ..graph.nodes import NodeSlot
 from ..graph.roots import slot_of
 from ..graph.saved import version
 from ..trees import leaves, tree_map
-from .judge import Choices, judged
-from .origins import SMALL, Origins
-from .replay import Made, Place, Replay, Source, Step, Stranger
-from .verdicts import Verdict
+from .origins import SMALL, Origin, Origins
+from .replay import Made, Noise, Place, Replay, Source, Step
+from .samples import Found
 from .weight import ExpandedWeight
 
 _MOST = 1024  # functions that are noted
@@ -50,15 +49,14 @@ class _Meeting:
     """A result of data and of weights, or of what was computed from weights."""
 
     slot: NodeSlot
-    shape: Shape
     place: Place
     direct: bool  # is it a function of unchanged inputs?
 
 
-_FOUND: dict[Any, Verdict] = {}  # of functions and shapes that were seen before
+_FOUND: dict[Any, Found] = {}  # of functions and shapes that were seen before
 
 
-class Followed(TorchFunctionMode):
+class Notes(TorchFunctionMode):
     """Notes functions of the call's inputs, up to where they meet weights."""
 
     def __init__(self, sources: Sequence[Source], batch: int, dim: int, module: nn.Module, others: Iterable[Tensor]):
@@ -66,9 +64,8 @@ class Followed(TorchFunctionMode):
         self._sources, self._batch, self._dim = sources, batch, dim
         self._numbers = {id(source.tensor): number for number, source in enumerate(sources)}  # of data that live, by id
         self._next = len(sources)
-        own = [*module.parameters(), *module.buffers()]
-        self._own = {id(t) for t in own if t.is_floating_point()}
-        self._origins = Origins(own, others)
+        self._own = {id(t): t for t in [*module.parameters(), *module.buffers()]}
+        self.origins = Origins(self._own.values(), others)
         self._alive: list[weakref.ref[Tensor]] = []
         self._steps: list[Step] = []
         self._meetings: list[_Meeting] = []
@@ -78,124 +75,110 @@ class Followed(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if torch.compiler.is_compiling() or len(self._steps) >= _MOST:
-            self._origins.lose_track()
+            self.origins.lose_track()
             return func(*args, **kwargs)
         if self._has_data(args) or (kwargs and self._has_data(kwargs.values())):
-            return self._of_data(func, args, kwargs)
-        return self._origins.follow(func, args, kwargs)
+            return self._call(func, args, kwargs)
+        return self.origins.call(func, args, kwargs)
 
     def _has_data(self, values: Iterable[Any]) -> bool:
         numbers = self._numbers
         return any(id(v) in numbers or (isinstance(v, (list, tuple)) and self._has_data(v)) for v in values)
 
-    def _of_data(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Call a function of data, and note it."""
         given = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         before = [_version(t) for t in given]
-        active = any(self._is_active(t) for t in given)
+        active = any(map(self._is_active, given))
         result = func(*args, **kwargs)
-        changes = tuple(i for i, t in enumerate(given) if _version(t) != before[i])
         returned = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
-        outputs = returned + [given[i] for i in changes]
-        self._origins.meet_data(func, [given[i] for i in changes])
-        if outputs and all(self._can_be_replaced(t) for t in given) and not _has_offsets(func, args, kwargs):
-            self._note(func, args, kwargs, given, outputs, changes, active)
-        else:
-            for t in outputs:  # what it was is gone
-                self._numbers.pop(id(t), None)
+        changes = tuple(i for i, t in enumerate(given) if _version(t) != before[i])
+        changed = [given[i] for i in changes]
+        self.origins.meet_data(func, changed)
+        if not all(map(self._can_be_noted, given)) or _has_offsets(func, args, kwargs):
+            self._forget(returned + changed)
+        elif returned or changed:
+            ids, by_shape = {id(t) for t in changed}, self._by_shape(func, given)
+            args, kwargs = tree_map(lambda leaf: self._noted(leaf, id(leaf) in ids), (args, kwargs))
+            untouched = self._is_untouched(given) and not changes
+            if kwargs.get("out") is not None:  # made anew by every run
+                kwargs, changes = {**kwargs, "out": None}, ()
+                self._forget(returned)
+            outputs = returned + [given[i] for i in changes]
+            same = [any(t is g for g in given) and id(t) not in ids for t in outputs]
+            numbers = self._outputs(outputs, same, active, untouched)
+            self._steps.append(Step(func, args, kwargs, numbers, changes, by_shape))
         return result
 
-    def _note(
-        self,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        given: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-        changes: tuple[int, ...],
-        active: bool,
-    ) -> None:
-        changed = {id(given[i]) for i in changes}
-        args, kwargs = tree_map(lambda leaf: self._replaced(leaf, id(leaf) in changed), (args, kwargs))
-        if kwargs.get("out") is not None:
-            kwargs, outputs, changes = {**kwargs, "out": None}, outputs[: len(outputs) - len(changes)], ()
-            for t in outputs:
-                self._numbers.pop(id(t), None)  # what it was is gone
+    def _outputs(
+        self, outputs: Sequence[Tensor], same: Sequence[bool], active: bool, untouched: bool
+    ) -> tuple[int | None, ...]:
+        """Numbers for those that are data, and new; results of data and weights are where both meet."""
         numbers: list[int | None] = []
-        raw = not any(step.changes for step in self._steps) and all(
-            self._numbers.get(id(t), 0) < len(self._sources) for t in given
-        )
         for k, t in enumerate(outputs):
-            if id(t) not in changed and any(t is g for g in given):  # itself
-                numbers.append(None)
-            elif active and t.requires_grad and t.grad_fn is not None:
-                numbers.append(None)
-                place = (len(self._steps), k)
-                self._meetings.append(_Meeting(slot_of(t), tuple(t.shape), place, raw and not changes))
-            else:
-                numbers.append(self._number(t))
-        self._steps.append(Step(func, args, kwargs, tuple(numbers), changes, self._by_shape(func, given)))
+            meets = active and t.requires_grad and t.grad_fn is not None
+            numbers.append(None if same[k] or meets else self._number(t))
+            if meets and not same[k]:
+                self._meetings.append(_Meeting(slot_of(t), (len(self._steps), k), untouched))
+        return tuple(numbers)
+
+    def _is_untouched(self, given: Sequence[Tensor]) -> bool:
+        """Are all data among these inputs of the call, as they were?"""
+        inputs = all(self._numbers.get(id(t), 0) < len(self._sources) for t in given)
+        return inputs and not any(step.changes for step in self._steps)
+
+    def _forget(self, tensors: Iterable[Tensor]) -> None:
+        """What they were is gone."""
+        for t in tensors:
+            self._numbers.pop(id(t), None)
 
     def _number(self, t: Tensor) -> int:
-        """That of a tensor of data; a new one, if it has none."""
-        if id(t) not in self._numbers:
-            self._numbers[id(t)] = self._next
-            self._next += 1
-            self._watch(t)
-        return self._numbers[id(t)]
-
-    def _watch(self, t: Tensor) -> None:
-        """Forget a tensor's id when it dies."""
+        """That of a tensor of data; a new one, if it has none. It is forgotten when the tensor dies."""
         key, numbers = id(t), self._numbers
-        self._alive.append(weakref.ref(t, lambda _: numbers.pop(key, None)))
-
-    def is_weight(self, t: Tensor) -> bool:
-        """Is it a weight, or computed from weights alone?"""
-        return self._origins.is_weight(t)
-
-    def tables(self) -> Sequence[NodeSlot]:
-        """What was computed from weights, and from constants that no input went into."""
-        return self._origins.tables()
+        if key not in numbers:
+            numbers[key] = self._next
+            self._next += 1
+            self._alive.append(weakref.ref(t, lambda _: numbers.pop(key, None)))
+        return numbers[key]
 
     def _is_active(self, t: Tensor) -> bool:
         """Is it a weight, or computed from weights and whatever else?"""
         return isinstance(t, ExpandedWeight) or (t.requires_grad and id(t) not in self._numbers)
 
-    def _can_be_replaced(self, t: Tensor) -> bool:
+    def _can_be_noted(self, t: Tensor) -> bool:
         """Data are given again, constants are kept, and other numbers are replaced by noise; indices cannot be."""
-        return id(t) in self._numbers or self._origins.is_shared(t) or t.is_floating_point() or t.is_complex()
+        is_number = t.is_floating_point() or t.is_complex()
+        return is_number or id(t) in self._numbers or self.origins.of(t) > Origin.UNKNOWN
 
-    def _replaced(self, leaf: Any, changed: bool) -> Any:
+    def _noted(self, leaf: Any, changed: bool) -> Any:
         """An argument as it is noted."""
         if not isinstance(leaf, Tensor):
             return leaf
         if id(leaf) in self._numbers:
             return Made(self._numbers[id(leaf)])
-        if changed or not self._origins.is_shared(leaf):
-            return Stranger(leaf)
+        if changed or self.origins.of(leaf) == Origin.UNKNOWN:
+            return Noise(leaf)
         return ExpandedWeight.unwrap(leaf)
 
     def _by_shape(self, func: Callable[..., Any], given: Sequence[Tensor]) -> bool:
         """Do shapes alone decide where this function leaves the samples?"""
         alone = len(given) == 1 and _plain_name(func) == "getitem"
-        return (
-            alone
-            or _plain_name(func) in _BY_SHAPE
-            or all(t.is_floating_point() or t.is_complex() or id(t) not in self._numbers for t in given)
-        )
+        integers = any(id(t) in self._numbers and not (t.is_floating_point() or t.is_complex()) for t in given)
+        return alone or not integers or _plain_name(func) in _BY_SHAPE
 
-    def found(self, choices: Choices, known: Collection[NodeSlot]) -> dict[NodeSlot, Verdict]:
+    def found(
+        self, choices: Callable[[Shape], Sequence[Layout]], known: Mapping[NodeSlot, Found]
+    ) -> dict[NodeSlot, Found]:
         """What running again shows of results of data and weights; those of unchanged inputs may be known already."""
-        found, replay = {}, Replay(self._steps, self._sources, self._batch)
+        found, replay = {}, Replay(self._steps, self._sources, self._batch, choices)
         for meeting in self._meetings:
             if meeting.direct and meeting.slot in known:
                 continue
             key = self._signature(replay, meeting)
-            verdict = None if key is None else _FOUND.get(key)
-            if verdict is None:
-                verdict = judged(replay, meeting.place, choices)
-                if key is not None:
-                    _FOUND[key] = verdict
-            found[meeting.slot] = verdict
+            answer = _FOUND.get(key) or replay.found(meeting.place)
+            found[meeting.slot] = answer
+            if key is not None:
+                _FOUND[key] = answer
         while len(_FOUND) > _KEPT:
             _FOUND.pop(next(iter(_FOUND)))
         return found
@@ -206,24 +189,21 @@ class Followed(TorchFunctionMode):
         parts += [(tuple(s.tensor.shape), s.tensor.dtype, s.tensor.stride()) for s in self._sources]
         for i in replay.needed(meeting.place):
             step = self._steps[i]
-            if not step.by_shape:
+            arguments = leaves((step.args, tuple(step.kwargs.items())))
+            noted = [self._compared(leaf, _plain_name(step.func) in _BY_SHAPE) for leaf in arguments]
+            if not step.by_shape or None in noted:
                 return None
-            parts += [step.func, step.numbers]
-            for leaf in leaves((step.args, tuple(step.kwargs.items()))):
-                part = self._part(leaf, _plain_name(step.func) in _BY_SHAPE)
-                if part is None:
-                    return None
-                parts.append(part)
+            parts += [step.func, step.numbers, *noted]
         return tuple(parts)
 
-    def _part(self, leaf: Any, by_shape: bool) -> Any:
+    def _compared(self, leaf: Any, by_shape: bool) -> Any:
         """What counts of an argument; None if more than can be compared."""
         if not isinstance(leaf, Tensor):
             return repr(leaf)
-        if id(leaf) not in self._own and not leaf.requires_grad and leaf.numel() <= SMALL:
+        weight = leaf.is_floating_point() and (leaf.requires_grad or id(leaf) in self._own)
+        if not weight and leaf.numel() <= SMALL:
             return tuple(leaf.shape), leaf.dtype, tuple(leaf.detach().flatten().tolist())
-        shape_counts = by_shape or (leaf.is_floating_point() and (id(leaf) in self._own or leaf.requires_grad))
-        return (tuple(leaf.shape), leaf.dtype) if shape_counts else None
+        return (tuple(leaf.shape), leaf.dtype) if by_shape or weight else None
 
 
 def _version(t: Tensor) -> int:

@@ -15,21 +15,22 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.autograd.graph import Node
 
 from .._errors import InteractionError, PerformanceWarning
-from ..factors import Dense, combine
+from ..factors import Dense, Factor, combine
 from ..graph.capture import Sink
 from ..graph.entry import Check, capture_from
-from ..graph.plan import CapturePlan, plan
+from ..graph.plan import CapturePlan
 from ..graph.roots import Roots, slot_of
 from ..graph.saved import keeps_graph, version, will_run
-from ..graph.tape import Graph, Tape, read
-from .contributions import contributions
-from .samples import Samples
-from .tables import interact_without
-from .tried import Tried
-from .verdicts import Disagreement, Reading, UnknownBatch
+from ..graph.tape import Graph
+from .engine import CallGraph
+from .guesses import Guess, Guesses, Refused, UnknownBatch
+from .samples import Contradiction, Samples, interaction
+
+_Gradients = tuple[Tensor | None, ...]  # of the inputs
 
 
 class Receiver(NamedTuple):
@@ -50,17 +51,6 @@ class Flag:
 
     def __exit__(self, *error: object) -> None:
         self.up = False
-
-
-@dataclass(frozen=True)
-class _Backward:
-    """What the user's backward brought, and wants."""
-
-    outputs: Sequence[Tensor]  # those it came to
-    cotangents: Sequence[Tensor]
-    receiver: Receiver
-    keep: bool  # the graph
-    plain: Sequence[Tensor]  # inputs whose ordinary gradients are wanted
 
 
 @dataclass
@@ -84,7 +74,7 @@ class Recording:
         places = [y.untyped_storage().data_ptr() if y.layout == torch.strided else id(y) for y in self.outputs]
         return [y for y, place in zip(self.outputs, places, strict=True) if places.count(place) > 1]
 
-    def input_gradients(self, grads: Sequence[Tensor | None], keep: bool) -> tuple[Tensor | None, ...]:
+    def input_gradients(self, grads: Sequence[Tensor | None], keep: bool) -> _Gradients:
         """An ordinary backward that nobody asked for weights."""
         live = [(slot_of(y), g) for y, g in zip(self.outputs, grads, strict=True) if g is not None]
         if not live or not self.inputs:
@@ -92,7 +82,7 @@ class Recording:
         roots = Roots([slot for slot, _ in live], [], self.samples.batch, [g for _, g in live])
         return roots.backward([slot_of(x) for x in self.inputs], retain_graph=keep)
 
-    def gradients(self, grads: Sequence[Tensor | None], keep: bool) -> tuple[Tensor | None, ...]:
+    def gradients(self, grads: Sequence[Tensor | None], keep: bool) -> _Gradients:
         """Hand over the factors of all weights; the gradients of the inputs come back."""
         live = [(y, g) for y, g in zip(self.outputs, grads, strict=True) if g is not None]
         outputs = [y for y, _ in live]
@@ -102,125 +92,117 @@ class Recording:
                 return (None,) * len(self.inputs)
             if not self.samples.batch:
                 return self.input_gradients(grads, keep)
-            run = self._one if self.samples.batch == 1 else self._several
-            if self.scale == 1:
-                return run(_Backward(outputs, cotangents, receiver, keep, self.inputs))
-            found = self.input_gradients(grads, keep=True)  # which are not to be scaled
-            run(_Backward(outputs, cotangents, receiver, keep, ()))
-        return found
+            unscaled = None if self.scale == 1 else self.input_gradients(grads, keep=True)
+            run = _Backward(self, outputs, cotangents, receiver, keep, self.inputs if unscaled is None else ())
+            found = run.of_one_sample() if self.samples.batch == 1 else run.of_several_samples()
+        return found if unscaled is None else unscaled
 
-    def _several(self, asked: _Backward) -> tuple[Tensor | None, ...]:
-        """The engine's work, for the first reading of the outputs that agrees with what is known inside."""
-        graph = self.graph or read([slot_of(y)[0] for y in asked.outputs])
-        tape = graph.tape([*self.leaves.values(), *self.inputs])
-        tape.data = graph.leaves_of(self._data)
-        self._settle(tape)
-        tried = Tried()
-        try:
-            for readings in self.samples.readings(asked.outputs, asked.cotangents, tape):
-                for reading in readings:
-                    try:
-                        return self._capture(reading, asked, tape)
-                    except Disagreement as error:
-                        tried.disagrees(reading, error)
-                    except InteractionError as error:
-                        wrong = self._contradiction(reading, tape)
-                        if wrong is None and self._is_by_coincidence(reading, tape):
-                            with warnings.catch_warnings():
-                                warnings.filterwarnings("ignore", "samples interact in", PerformanceWarning)
-                                return self._capture(reading, asked, tape, independent=False)
-                        tried.interacts(reading, error, wrong)
-                if ops := tried.certain():
-                    raise self._interaction(ops)
-        except UnknownBatch as error:
-            raise UnknownBatch(f"{self.what}: {error}") from error
-        if ops := tried.likeliest():
-            raise self._interaction(ops)
-        raise UnknownBatch(
-            f"cannot tell the samples apart in what {self.what} returned, of shapes "
-            f"{[tuple(y.shape) for y in asked.outputs]}: expected dim {self.samples.dim} to be the batch of "
-            f"{self.samples.batch}, as it is in the inputs"
-            + (". A weight that is not expanded is told from data if it is an nn.Parameter" if self.follow else "")
-        )
 
-    def _capture(
-        self, reading: Reading, asked: _Backward, tape: Tape, independent: bool = True
-    ) -> tuple[Tensor | None, ...]:
-        """One backward; raises before anything is run if the reading is wrong, or samples are not ``independent``."""
-        if self.follow:
-            self.samples.verify(self._plan(reading), reading, follow=True)
-        test = partial(self.samples.verify, reading=reading, follow=False)
-        known = {**self.samples.evidence(), **self.samples.pooled_below(reading, tape)}
-        check = Check(test, known, tuple(reading.promised))
-        return capture_from(
-            reading.roots,
-            self.leaves,
-            asked.receiver.sink,
-            retain_graph=asked.keep,
-            independent=independent,
-            trust_unseen=True,
-            tell_bytes=asked.receiver.tell_bytes,
-            check=None if self.follow else check,
-            ordinary=[slot_of(x) for x in asked.plain],
-            graph=self.graph if set(reading.roots.slots) == {slot_of(y) for y in self.outputs} else None,
-        )
+@dataclass(frozen=True)
+class _Backward:
+    """A backward of the user's that came to a call."""
 
-    @property
-    def _data(self) -> list[Tensor]:
-        return [x for x in self.inputs if not isinstance(x, nn.Parameter)]
+    call: Recording
+    outputs: Sequence[Tensor]  # those it came to
+    cotangents: Sequence[Tensor]
+    receiver: Receiver
+    keep: bool  # the graph
+    inputs: Sequence[Tensor]  # whose ordinary gradients are wanted
 
-    def _plan(self, reading: Reading) -> CapturePlan:
-        """All that leads to weights or inputs."""
-        return plan(reading.roots, [*self.leaves.values(), *self.inputs], data=self._data)
-
-    def _contradiction(self, reading: Reading, tape: Tape) -> Disagreement | None:
-        """What is known inside may show that it is the reading that is wrong, and not the samples that interact."""
-        try:
-            self.samples.compare(self._plan(reading))
-        except Disagreement as error:
-            return error
-        return None
-
-    def _is_by_coincidence(self, reading: Reading, tape: Tape) -> bool:
-        """Is all that looks like an interaction a table that is as long as the batch? Then rows are exact anyway."""
-        found = self._plan(reading)
-        try:
-            self.samples.verify(found, reading, follow=False)
-        except (Disagreement, InteractionError):
-            return False
-        tensors = [*self.leaves.values(), *self.inputs]
-        return not interact_without(self.samples.tables, found.tape, reading.roots, tensors)
-
-    def _settle(self, tape: Tape) -> None:
-        """Find out where data carry their samples, and refuse functions of data in which they meet."""
-        try:
-            self.samples.settle(tape)
-        except InteractionError as error:
-            raise self._interaction(error.ops) from None
-
-    def _interaction(self, ops: tuple[str, ...]) -> InteractionError:
-        found = InteractionError(
-            f"samples interact in {', '.join(ops)}, of {self.what}: one sample's loss depends on another sample "
-            f"(or the op's backward is not linear). Use layers that keep samples apart (GroupNorm for BatchNorm, or "
-            f"model.eval()), do to data what mixes them before the call, or use ps.grad, which gives the exact "
-            f"Jacobian rows"
-        )
-        found.ops = ops
-        return found
-
-    def _one(self, asked: _Backward) -> tuple[Tensor | None, ...]:
-        """One sample: an ordinary backward."""
-        slots = {name: slot_of(leaf) for name, leaf in self.leaves.items()}
-        roots = Roots([slot_of(y) for y in asked.outputs], [], 1, asked.cotangents)
-        with contributions([node for node, _ in slots.values()]) as given:
-            grads = roots.backward([*slots.values(), *[slot_of(x) for x in asked.plain]], retain_graph=asked.keep)
-        for (name, (leaf, _)), g in zip(slots.items(), grads, strict=False):
+    def of_one_sample(self) -> _Gradients:
+        """An ordinary backward."""
+        leaves = {name: slot_of(leaf) for name, leaf in self.call.leaves.items()}
+        roots = Roots([slot_of(y) for y in self.outputs], [], 1, self.cotangents)
+        with contributions([node for node, _ in leaves.values()]) as given:
+            grads = roots.backward([*leaves.values(), *map(slot_of, self.inputs)], retain_graph=self.keep)
+        for (name, (leaf, _)), g in zip(leaves.items(), grads, strict=False):
             terms = given[leaf]
             if g is not None:
                 terms.append(Dense.of_one(g))
             if terms:
-                asked.receiver.sink([name], combine(terms))
-        return grads[len(slots) :]
+                self.receiver.sink([name], combine(terms))
+        return grads[len(leaves) :]
+
+    def of_several_samples(self) -> _Gradients:
+        """The engine's work, for the first guess where the samples lie that agrees with the evidence."""
+        call, samples, refused = self.call, self.call.samples, Refused()
+        graph = CallGraph(self.outputs, list(call.leaves.values()), call.inputs, call.graph)
+        try:
+            samples.learn(graph)
+            for guesses in Guesses.of(samples, graph, self.outputs, self.cotangents):
+                for guess in guesses:
+                    try:
+                        return self._try(guess, graph)
+                    except Contradiction as error:
+                        refused.contradicted(guess, error)
+                    except InteractionError as error:
+                        refused.met(guess, error.ops)
+                if ops := refused.certain():
+                    raise interaction(ops)
+            if ops := refused.likeliest():
+                raise interaction(ops)
+        except InteractionError as error:
+            raise _for_users(error, call.what) from None
+        except UnknownBatch as error:
+            raise UnknownBatch(f"{call.what}: {error}") from error
+        raise UnknownBatch(
+            f"cannot tell the samples apart in what {call.what} returned, of shapes "
+            f"{[tuple(y.shape) for y in self.outputs]}: expected dim {samples.dim} to be the batch of "
+            f"{samples.batch}, as it is in the inputs"
+            + (". A weight that is not expanded is told from data if it is an nn.Parameter" if call.follow else "")
+        )
+
+    def _try(self, guess: Guess, graph: CallGraph) -> _Gradients:
+        """One backward; raises before anything is run if the guess is wrong, or samples meet."""
+        try:
+            return self._capture(guess, graph)
+        except InteractionError:
+            found = graph.plan(guess.roots)
+            self.call.samples.compare(found, may_meet=True)  # perhaps the guess is wrong, and samples do not meet
+            if not self._is_coincidence(guess, graph, found):
+                raise
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "samples interact in", PerformanceWarning)
+            return self._capture(guess, graph, independent=False)
+
+    def _is_coincidence(self, guess: Guess, graph: CallGraph, found: CapturePlan) -> bool:
+        """Do samples seem to meet in nothing but tables as long as the batch? Then rows of the Jacobian are right."""
+        samples = self.call.samples
+        try:
+            samples.verify(found, guess.doubtful)
+        except (Contradiction, InteractionError):
+            return False
+        return not graph.interact_without(samples.tables, found, guess.roots)
+
+    def _capture(self, guess: Guess, graph: CallGraph, independent: bool = True) -> _Gradients:
+        call, samples = self.call, self.call.samples
+        if call.follow:
+            samples.verify(graph.plan(guess.roots), guess.roots.slots if samples.evidence else guess.doubtful)
+        test = partial(samples.verify, doubtful=guess.doubtful)
+        return capture_from(
+            guess.roots,
+            call.leaves,
+            self.receiver.sink,
+            retain_graph=self.keep,
+            independent=independent,
+            trust_unseen=True,
+            tell_bytes=self.receiver.tell_bytes,
+            check=None if call.follow else Check(test, samples.known(), tuple(guess.by_contract)),
+            ordinary=[slot_of(x) for x in self.inputs],
+            graph=call.graph if set(guess.roots.slots) == {slot_of(y) for y in call.outputs} else None,
+        )
+
+
+def _for_users(error: InteractionError, what: str) -> InteractionError:
+    """What to say of samples that meet, and what to do."""
+    found = InteractionError(
+        f"samples interact in {', '.join(error.ops)}, of {what}: one sample's loss depends on another sample "
+        f"(or the op's backward is not linear). Use layers that keep samples apart (GroupNorm for BatchNorm, or "
+        f"model.eval()), do to data what mixes them before the call, or use ps.grad, which gives the exact "
+        f"Jacobian rows"
+    )
+    found.ops = error.ops
+    return found
 
 
 class _Ask(torch.autograd.Function):
@@ -289,3 +271,24 @@ def attach(recording: Recording, weights: Sequence[Tensor], inputs: Sequence[Ten
     ask = _Ask.apply(*weights)  # type: ignore[no-untyped-call]
     results: tuple[Tensor, ...] = _Gate.apply(recording, ask, *inputs)  # type: ignore[no-untyped-call]
     return results
+
+
+_COLLECTING: dict[Node, list[Factor]] = {}  # by the node of the weight's leaf, which belongs to one call
+
+
+@contextmanager
+def contributions(leaves: Sequence[Node]) -> Iterator[dict[Node, list[Factor]]]:
+    """Collect what registered rules contribute to these leaves meanwhile."""
+    found: dict[Node, list[Factor]] = {leaf: [] for leaf in leaves}
+    _COLLECTING.update(found)
+    try:
+        yield found
+    finally:
+        for leaf in leaves:
+            _COLLECTING.pop(leaf, None)
+
+
+def contribute(leaf: Node, factor: Factor) -> None:
+    """A part of a weight's factor; it is dropped while the engine only passes by, or asks where samples lie."""
+    if leaf in _COLLECTING:
+        _COLLECTING[leaf].append(factor)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,11 +12,13 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ..graph.layout import labels
 from ..graph.roots import slot_of
-from ..graph.tape import Graph, read
+from ..graph.tape import Graph
 from ..trees import LEAVES, leaves, tree_map
-from .data import Followed
+from .data import Notes
+from .engine import other_leaves, read_outputs
 from .gate import Receiver, Recording, attach
 from .inputs import StandIns, holds_batch
+from .origins import Origin
 from .replay import Source
 from .samples import Samples, along, of_packed
 from .weight import ExpandedWeight
@@ -36,11 +38,15 @@ def record_call(
     weights = {name: ExpandedWeight(p, batch, loss_reduction) for name, p in params.items()}
     by_id, stand_ins = {id(p): weights[name] for name, p in params.items()}, StandIns()
     args, kwargs = tree_map(lambda leaf: _replaced_input(leaf, by_id, stand_ins), arguments)
-    samples = _samples(weights.values(), (args, kwargs), batch, dim)
-    samples.data = followed = Followed(_sources(samples), batch, dim, module, _tables((args, kwargs)))
-    with _working(weights.values()), followed:  # a forward may take gradients itself
+    samples, notes = _samples(module, (args, kwargs), batch, dim)
+    with ExitStack() as stack:
+        for weight in weights.values():
+            weight.samples = samples
+            weight.set_batch_first(dim == 0)
+            stack.enter_context(weight.working)  # a forward may take gradients itself
+        stack.enter_context(notes)
         result = functional_call(module, _everywhere(module, by_id), args, kwargs, tie_weights=False)
-    found = _outputs(result, samples, followed)
+    found = _outputs(result, samples, notes)
     outputs = list(found.values())
     what = type(module).__name__
     if not outputs:
@@ -70,16 +76,15 @@ def _replaced_input(leaf: Any, weights: Mapping[int, ExpandedWeight], stand_ins:
     return stand_ins[leaf] if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
 
 
-def _samples(weights: Iterable[ExpandedWeight], arguments: Any, batch: int, dim: int) -> Samples:
-    """What is known before the call; the weights are told to record on it."""
+def _samples(module: nn.Module, arguments: Any, batch: int, dim: int) -> tuple[Samples, Notes]:
+    """What is known before the call, and notes of what happens to its data."""
     found = leaves(arguments)
     packed = [leaf for leaf in found if isinstance(leaf, PackedSequence)]
     inputs = [leaf for leaf in found if type(leaf) is Tensor and holds_batch(leaf, batch, dim)]
-    samples = Samples(batch, dim, inputs=inputs, packed=packed[0] if len(packed) == 1 else None)
-    for weight in weights:
-        weight.samples = samples
-        weight.set_batch_first(dim == 0)
-    return samples
+    samples = Samples(batch, dim, inputs, packed[0] if len(packed) == 1 else None)
+    others = [leaf for leaf in found if isinstance(leaf, Tensor) and not isinstance(leaf, ExpandedWeight)]
+    samples.notes = notes = Notes(_sources(samples), batch, dim, module, others)
+    return samples, notes
 
 
 def _sources(samples: Samples) -> list[Source]:
@@ -97,19 +102,6 @@ def _sources(samples: Samples) -> list[Source]:
     return found
 
 
-def _tables(arguments: Any) -> list[Tensor]:
-    """Tensors among the arguments; those that are not data are the same for all samples."""
-    return [leaf for leaf in leaves(arguments) if isinstance(leaf, Tensor) and not isinstance(leaf, ExpandedWeight)]
-
-
-@contextmanager
-def _working(weights: Iterable[ExpandedWeight]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for weight in weights:
-            stack.enter_context(weight.working)
-        yield
-
-
 def _everywhere(module: nn.Module, by_id: Mapping[int, ExpandedWeight]) -> dict[str, Tensor]:
     """The weight for every attribute that is a parameter, by one name for each."""
     return {
@@ -120,7 +112,7 @@ def _everywhere(module: nn.Module, by_id: Mapping[int, ExpandedWeight]) -> dict[
     }
 
 
-def _outputs(result: Any, samples: Samples, followed: Followed) -> dict[int, Tensor]:
+def _outputs(result: Any, samples: Samples, notes: Notes) -> dict[int, Tensor]:
     """The results that a gradient can come to, by the id of what was returned."""
     found: dict[int, Tensor] = {}
     for leaf in leaves(result):
@@ -130,8 +122,8 @@ def _outputs(result: Any, samples: Samples, followed: Followed) -> dict[int, Ten
             leaf = leaf.data
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             found[id(leaf)] = leaf.leaf if isinstance(leaf, ExpandedWeight) else leaf
-            if followed.is_weight(leaf):
-                samples.shared.add(slot_of(found[id(leaf)]))
+            if notes.origins.of(leaf) == Origin.WEIGHTS:
+                samples.weights.add(slot_of(found[id(leaf)]))
     return found
 
 
@@ -156,10 +148,9 @@ def _let_in_others(
 
     The graph comes back, if it leads to weights alone.
     """
-    known = {id(leaf) for leaf in [*[weight.leaf for weight in weights.values()], *[x for _, x in stand_ins.pairs()]]}
-    graph = read([slot_of(y)[0] for y in outputs])
-    found = [leaf for leaf in graph.leaves.values() if id(leaf) not in known]
-    names = {id(p): name for name, p in params.items()}
+    known = [*[weight.leaf for weight in weights.values()], *[leaf for _, leaf in stand_ins.pairs()]]
+    graph = read_outputs(outputs)
+    found, names = other_leaves(graph, known), {id(p): name for name, p in params.items()}
     past = sorted(names[id(t)] for t in found if id(t) in names)
     if past:
         raise RuntimeError(

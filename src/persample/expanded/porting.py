@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..factors import Dense, Factor
 from ..graph.roots import slot_of
-from .alone import add_grad_sample
-from .contributions import contribute
-from .registry import name_of
+from .alone import add_grad_sample, write
+from .functions import name_of
+from .gate import contribute
 from .weight import ExpandedWeight
 
 
@@ -132,17 +131,13 @@ def set_grad_sample_if_exists(maybe_expanded_weight: Any, per_sample_grad_fn: Ca
 
 
 def _add_values(weight: ExpandedWeight, value: Tensor) -> None:
-    """Values of another shape than the weight's, one per sample; missing ones are those of the last samples."""
+    """Values of another shape than the weight's, one per sample."""
     if value.ndim == 0 or len(value) > weight.batch_size:
         raise RuntimeError(
             f"a rule gave per-sample values of shape {tuple(value.shape)} for an ExpandedWeight of batch size "
             f"{weight.batch_size}: expected that many rows"
         )
-    value = maybe_scale_by_batch_size(value, weight)
-    missing = value.new_zeros(weight.batch_size - len(value), *value.shape[1:])
-    value = torch.cat([value, missing]) if len(missing) else value
-    before = getattr(weight.orig_weight, "grad_sample", None)
-    weight.orig_weight.grad_sample = value if before is None else before + value  # type: ignore[attr-defined]
+    add_grad_sample(weight, value)
 
 
 def check_shape(what: str, weight: ExpandedWeight, shape: tuple[int, ...]) -> None:
@@ -156,7 +151,7 @@ def check_shape(what: str, weight: ExpandedWeight, shape: tuple[int, ...]) -> No
 def hand_over(weight: ExpandedWeight, factor: Factor) -> None:
     """One use of a weight: straight to its ``grad_sample``, or to the record of the module that it is part of."""
     if weight.samples is None:
-        add_grad_sample(weight, factor)
+        write(factor, weight)
     else:
         contribute(slot_of(weight.leaf)[0], factor)
 

@@ -1,4 +1,4 @@
-"""Functions of data, run again with some samples changed: on which sample does each element depend?
+"""Functions of data, run again with some samples changed: on which sample does each element of a result depend?
 
 Sample i has a code of n bits, of which half are set, and no other sample has the same. Run k changes the samples whose
 bit k is set. The runs in which an element changes are its *pattern*: the code of the one sample it depends on, a part
@@ -12,28 +12,24 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations, islice
 from math import comb
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..graph.layout import NOBODY, Layout, labels, simplify
+from ..graph.layout import NOBODY, Layout, Shape, labels, simplify
 from ..trees import leaves, tree_map
+from .functions import name_of
+from .samples import Found
 
 Place = tuple[int, int]  # a step, and which of its outputs
-_Values = dict[int, Tensor]
 _MANY = 1024  # elements by which a dependence shows, in whatever function
 
-
-class Way(NamedTuple):
-    """How samples are changed."""
-
-    kinds: tuple[str, ...]  # what stands for numbers, draw after draw
-    indices: bool  # are integers and masks changed, too?
-
-
+# How samples are changed: what stands for numbers, draw after draw, as some functions jump and others want positive
+# numbers; and whether integers and masks are changed, too. The next way is taken if a function cannot be run with such
+# numbers, or shows no dependence on them.
 _NOISE = ("normal", "uniform", "normal", "uniform")
-_WAYS = [Way(kinds, indices) for kinds in (_NOISE, ("data",)) for indices in (True, False)]
+_WAYS = [(kinds, indices) for kinds in (_NOISE, ("data",)) for indices in (True, False)]
 
 
 class Made:
@@ -46,14 +42,14 @@ class Made:
         return f"Made({self.number})"
 
 
-class Stranger:
+class Noise:
     """In place of a tensor that was not followed, such as an activation: any numbers will do."""
 
     def __init__(self, like: Tensor) -> None:
         self.shape, self.dtype, self.device = tuple(like.shape), like.dtype, like.device
 
     def __repr__(self) -> str:
-        return f"Stranger{self.shape, self.dtype, self.device}"
+        return f"Noise{self.shape, self.dtype, self.device}"
 
 
 @dataclass(frozen=True)
@@ -71,21 +67,26 @@ class Step:
         """The numbers of the data it is given."""
         return (leaf.number for leaf in leaves((self.args, self.kwargs)) if isinstance(leaf, Made))
 
-    def run(self, values: _Values, random: torch.Generator) -> list[Tensor]:
+    def run(self, values: Mapping[int, Tensor], random: torch.Generator) -> list[Tensor]:
         """Its outputs, for other data."""
 
         def value(leaf: Any) -> Any:
             if isinstance(leaf, Made):
                 return values[leaf.number]
-            return _noise(leaf, random, torch.randn) if isinstance(leaf, Stranger) else leaf
+            return _noise(leaf, random, torch.randn) if isinstance(leaf, Noise) else leaf
 
         args, kwargs = tree_map(value, (self.args, self.kwargs))
         given = [t for t in leaves((args, kwargs)) if isinstance(t, Tensor)]
-        result = self.func(*args, **kwargs)
-        returned = [t for t in leaves(result) if isinstance(t, Tensor)]
+        try:
+            returned = [t for t in leaves(self.func(*args, **kwargs)) if isinstance(t, Tensor)]
+        except Exception as error:  # functions of noise may do anything
+            raise Unfit from error
         if "empty" in getattr(self.func, "__name__", ""):
             returned = [t.zero_() for t in returned]
-        return returned + [given[i] for i in self.changes]
+        outputs = returned + [given[i] for i in self.changes]
+        if len(outputs) != len(self.numbers):
+            raise Unfit
+        return outputs
 
 
 @dataclass(frozen=True)
@@ -96,20 +97,20 @@ class Source:
     index: Tensor
     varies: bool  # is it certain where its samples lie? Else they are left as they are
 
-    def values(self, kind: str, ints: bool, random: torch.Generator) -> tuple[Tensor, Tensor]:
+    def values(self, kind: str, indices: bool, random: torch.Generator) -> tuple[Tensor, Tensor]:
         """What stands for the input, and what for a changed one; integers stay what they are, or are exchanged."""
         x = self.tensor.detach()
         if not (x.is_floating_point() or x.is_complex()):
-            return x, _exchanged(x, random) if ints else x
+            return x, _exchanged(x, random) if indices else x
         if kind == "data":
             return x, _exchanged(x, random)
         make = torch.randn if kind == "normal" else torch.rand
-        return _noise(x, random, make), _noise(x, random, make)
+        one, other = (torch.empty_like(x).copy_(_noise(x, random, make)) for _ in range(2))
+        return one, other
 
 
-def _noise(like: Tensor | Stranger, random: torch.Generator, make: Callable[..., Tensor]) -> Tensor:
-    noise = make(like.shape, generator=random).to(like.device, like.dtype)
-    return torch.empty_like(like).copy_(noise) if isinstance(like, Tensor) else noise
+def _noise(like: Tensor | Noise, random: torch.Generator, make: Callable[..., Tensor]) -> Tensor:
+    return make(like.shape, generator=random).to(like.device, like.dtype)
 
 
 def _exchanged(x: Tensor, random: torch.Generator) -> Tensor:
@@ -118,13 +119,6 @@ def _exchanged(x: Tensor, random: torch.Generator) -> Tensor:
         return (torch.rand(x.shape, generator=random) < 0.5).to(x.device)
     order = torch.randperm(x.numel(), generator=random)
     return x.flatten()[order.to(x.device)].reshape(x.shape)
-
-
-@lru_cache(maxsize=1024)
-def codes(batch: int) -> tuple[int, tuple[int, ...]]:
-    """How many bits are needed, and a code for every sample; none is part of another."""
-    n = next(n for n in range(2, 64) if comb(n, n // 2) >= batch)
-    return n, tuple(sum(1 << k for k in chosen) for chosen in islice(combinations(range(n), n // 2), batch))
 
 
 class Unfit(Exception):
@@ -138,6 +132,51 @@ class Replay:
     steps: Sequence[Step]
     sources: Sequence[Source]
     batch: int
+    choices: Callable[[Shape], Sequence[Layout]]  # the layouts that fit a shape
+
+    def found(self, place: Place) -> Found:
+        """Where the samples lie in the result of a function of data and weights, and whether they have met."""
+        pattern = self._pattern(place)
+        if pattern is None:
+            return Found()
+        if not self.choices(tuple(pattern.shape)):  # a mean over samples, say
+            return self._found_in_data(place) or self._found_without_batch(place)
+        if fitting := self._fitting(pattern):
+            return Found(fitting[0]) if len(fitting) == 1 else Found()
+        alone = [self._pattern(place, only=number) for number in range(len(self.sources))]
+        if len(alone) > 1 and all(one is None or self._fitting(one) for one in alone):
+            return Found()  # each input keeps samples apart: some is a table that is as long as the batch
+        meet = self._depends_on_several(pattern)
+        return Found(None if meet else self._decoded(pattern), self._culprits(place), meet)
+
+    def _found_in_data(self, place: Place) -> Found | None:
+        """Have samples met in the data that went into a result which has no batch?"""
+        steps, last = self.steps, place[0]
+        makers = {number: (i, k) for i, step in enumerate(steps[:last]) for k, number in enumerate(step.numbers)}
+        given = [makers[number] for number in steps[last].uses() if number in makers]
+        for made, pattern in self._patterns([*given, place]).items():
+            if made != place and self._depends_on_several(pattern):
+                return Found(None, self._culprits(made), meet=True)
+        return None
+
+    def _found_without_batch(self, place: Place) -> Found:
+        """What the first input, whose samples are certain, has to do with a result that has no batch."""
+        pattern = self._pattern(place, only=0)
+        if pattern is None:
+            return Found()
+        layout = None if self._depends_on_several(pattern) else self._decoded(pattern)
+        is_of_one = layout is not None and len(labels(layout, tuple(pattern.shape)).unique()) == 1
+        return Found() if is_of_one else Found(layout, name_of(self.steps[place[0]].func))
+
+    def _culprits(self, place: Place) -> str:
+        """Of the functions that lead to a result, the first in which samples meet, and the first that moves them."""
+        before = [(i, k) for i in self.needed(place) if i != place[0] for k in range(len(self.steps[i].numbers))]
+        patterns = self._patterns([*before, place])
+        patterns.pop(place, None)
+        meet = [i for (i, _), pattern in patterns.items() if self._depends_on_several(pattern)]
+        moved = [i for (i, _), p in patterns.items() if len(p[p != 0].unique()) > 1 and not self._fitting(p)]
+        first = sorted({*sorted(meet)[:1], *sorted(moved)[:1]}) or [place[0]]
+        return ", ".join(name_of(self.steps[i].func) for i in first)
 
     def needed(self, place: Place) -> list[int]:
         """The steps that an output is made by; all before it, if any of them changes data."""
@@ -153,64 +192,77 @@ class Replay:
             stack += new
         return sorted(found)
 
-    def patterns(
-        self,
-        places: Sequence[Place],
-        way: Way,
-        only: int | None = None,
-        enough: Callable[[Tensor], bool] = lambda pattern: pattern.numel() > _MANY,
-    ) -> dict[Place, Tensor]:
+    def _pattern(self, place: Place, only: int | None = None) -> Tensor | None:
+        """The pattern of one output, or None if it shows no dependence."""
+        return self._patterns([place], only).get(place)
+
+    def _patterns(self, places: Sequence[Place], only: int | None = None) -> dict[Place, Tensor]:
         """In which runs each output changes, element by element; ``only`` one input's samples, if given.
 
-        Functions that jump, as thresholds do, are given several draws, until all patterns are ``enough``.
+        Samples are changed in the first way that shows a dependence of the last output.
+        """
+        numbers = all(s.tensor.is_floating_point() or s.tensor.is_complex() for s in self.sources)
+        for kinds, indices in _WAYS:
+            found = {} if numbers and not indices else self._drawn(places, kinds, indices, only)
+            if found and bool(found[places[-1]].any()):
+                return found
+        return {}
+
+    def _drawn(
+        self, places: Sequence[Place], kinds: Sequence[str], indices: bool, only: int | None
+    ) -> dict[Place, Tensor]:
+        """The patterns of several draws together; nothing if no draw can be run, or shapes are not always the same.
+
+        One draw is enough for large patterns, or for the one wanted if no layout fits it.
         """
         found: dict[Place, Tensor] = {}
-        for seed, kind in enumerate(way.kinds):
+        for seed, kind in enumerate(kinds):
             try:
-                drawn = self._patterns(places, kind, way.indices, seed, only)
+                drawn = self._draw(places, kind, indices, seed, only)
             except Unfit:
                 continue
             if any(drawn[place].shape != pattern.shape for place, pattern in found.items()):
-                raise Unfit
+                return {}
             found = {place: pattern | found.get(place, 0) for place, pattern in drawn.items()}
-            if all(map(enough, found.values())):
+            large = all(pattern.numel() > _MANY for pattern in found.values())
+            if large or (len(places) == 1 and not self._fitting(found[places[0]])):
                 break
-        if not found:
-            raise Unfit
         return found
 
-    def _patterns(
+    def _draw(
         self, places: Sequence[Place], kind: str, indices: bool, seed: int, only: int | None
     ) -> dict[Place, Tensor]:
-        wanted, order = set(places), sorted({i for place in places for i in self.needed(place)})
+        """The patterns for one draw of numbers."""
+        order = sorted({i for place in places for i in self.needed(place)})
         random = torch.Generator("cpu").manual_seed(seed)
         values = [source.values(kind, indices, random) for source in self.sources]
-        n, code = codes(self.batch)
-        lookup = torch.tensor(code)
-        once = self._run([base for base, _ in values], order, wanted)
+        n, codes = _codes(self.batch)
+        once = self._run([base for base, _ in values], order, places)
         found = {place: torch.zeros(t.shape, dtype=torch.int32, device=t.device) for place, t in once.items()}
-        for k in range(n):
+        for k in range(-1, n):
             inputs = []
             for number, (source, (base, other)) in enumerate(zip(self.sources, values, strict=True)):
-                chosen = (lookup[source.index] >> k & 1).bool().to(base.device)
-                varies = source.varies and only in (None, number)
-                inputs.append(torch.where(chosen, other, base) if varies else base)
-            again = self._run(inputs, order, wanted)
+                changed = (codes[source.index] >> max(k, 0) & 1).bool().to(base.device)
+                varies = k >= 0 and source.varies and only in (None, number)
+                inputs.append(torch.where(changed, other, base) if varies else base)
+            again = self._run(inputs, order, places)
             for place, pattern in found.items():
-                if again[place].shape != pattern.shape:
-                    raise Unfit
-                pattern |= _differs(once[place], again[place]).int() << k
+                differs = _differs(once[place], again[place])
+                if k < 0 and bool(differs.any()):
+                    raise Unfit  # equal data give other outputs
+                pattern |= differs.int() << max(k, 0)
         return found
 
     def _run(self, inputs: Sequence[Tensor], order: Sequence[int], wanted: Collection[Place]) -> dict[Place, Tensor]:
-        values: _Values = {number: x.clone() for number, x in enumerate(inputs)}
+        """The wanted outputs of all steps in order, each of which gets the same random numbers in every run."""
+        values = {number: x.clone() for number, x in enumerate(inputs)}
         last = {number: i for i in order for number in self.steps[i].uses()}
         random, found = torch.Generator("cpu").manual_seed(1), {}
         devices = list({x.device for x in inputs if x.device.type == "cuda"})
         with torch.random.fork_rng(devices=devices), torch.no_grad():
             torch.manual_seed(0)
             for i in order:
-                outputs = self._outputs(self.steps[i], values, random)
+                outputs = self.steps[i].run(values, random)
                 found.update({(i, k): t.clone() for k, t in enumerate(outputs) if (i, k) in wanted})
                 made = zip(self.steps[i].numbers, outputs, strict=True)
                 values.update({number: t for number, t in made if number is not None})
@@ -218,36 +270,32 @@ class Replay:
                     del values[number]
         return found
 
-    def _outputs(self, step: Step, values: _Values, random: torch.Generator) -> list[Tensor]:
-        try:
-            outputs = step.run(values, random)
-        except Exception as error:  # functions of noise may do anything
-            raise Unfit from error
-        if len(outputs) != len(step.numbers):
-            raise Unfit
-        return outputs
+    def _depends_on_several(self, pattern: Tensor) -> bool:
+        """Does any element depend on more than one sample?"""
+        n, _ = _codes(self.batch)
+        bits = sum((pattern >> k & 1 for k in range(n)), torch.zeros_like(pattern))
+        return bool((bits > n // 2).any())
 
-    def is_deterministic(self, place: Place, way: Way) -> bool:
-        """Do equal data give equal outputs?"""
-        random = torch.Generator("cpu").manual_seed(0)
-        inputs = [source.values(way.kinds[-1], False, random)[0] for source in self.sources]
-        one, two = (self._run(inputs, self.needed(place), {place})[place] for _ in range(2))
-        return not bool(_differs(one, two).any())
+    def _fitting(self, pattern: Tensor) -> list[Layout]:
+        """The layouts by which every element depends on its own sample alone."""
+        (_, codes), shape = _codes(self.batch), tuple(pattern.shape)
+        own = [(layout, codes[labels(layout, shape)].to(pattern.device)) for layout in self.choices(shape)]
+        return [layout for layout, code in own if not bool((pattern & ~code).any())]
 
-    def shown(self, place: Place, fits: Callable[[Tensor], bool], only: int | None = None) -> tuple[Way, Tensor] | None:
-        """The pattern of an output, for the first way to change samples that it shows; what ``fits`` is confirmed."""
-        numbers = all(s.tensor.is_floating_point() or s.tensor.is_complex() for s in self.sources)
-        for way in _WAYS:
-            if numbers and not way.indices:
-                continue
-            try:
-                enough = lambda pattern: pattern.numel() > _MANY or not fits(pattern)  # noqa: E731
-                pattern = self.patterns([place], way, only, enough)[place]
-            except Unfit:
-                continue
-            if bool(pattern.any()):
-                return way, pattern
-        return None
+    def _decoded(self, pattern: Tensor) -> Layout:
+        """The sample of every element, as its pattern shows it, or nobody where it does not."""
+        known = {int(code): sample for sample, code in enumerate(_codes(self.batch)[1])}
+        seen, where = pattern.cpu().unique(return_inverse=True)
+        samples = torch.tensor([known.get(int(code), NOBODY) for code in seen])
+        return simplify(samples[where], tuple(pattern.shape), self.batch)
+
+
+@lru_cache(maxsize=1024)
+def _codes(batch: int) -> tuple[int, Tensor]:
+    """How many bits are needed, and a code for every sample; none is part of another."""
+    n = next(n for n in range(2, 32) if comb(n, n // 2) >= batch)
+    chosen = islice(combinations(range(n), n // 2), batch)
+    return n, torch.tensor([sum(1 << k for k in bits) for bits in chosen], dtype=torch.int32, device="cpu")
 
 
 def _differs(a: Tensor, b: Tensor) -> Tensor:
@@ -255,32 +303,3 @@ def _differs(a: Tensor, b: Tensor) -> Tensor:
     if a.shape != b.shape:
         raise Unfit
     return (a != b) & ~((a != a) & (b != b))
-
-
-def bits(pattern: Tensor) -> Tensor:
-    """How many are set."""
-    return sum((pattern >> k & 1 for k in range(31)), torch.zeros_like(pattern))
-
-
-def depends_on_several(pattern: Tensor, batch: int) -> bool:
-    """Does any element depend on more than one sample?"""
-    n, _ = codes(batch)
-    return bool((bits(pattern) > n // 2).any())
-
-
-def fitting(pattern: Tensor, choices: Sequence[Layout], batch: int) -> list[Layout]:
-    """The layouts by which every element depends on its own sample alone."""
-    lookup = torch.tensor(codes(batch)[1], dtype=torch.int32)
-    return [layout for layout in choices if _fits(pattern, lookup[labels(layout, tuple(pattern.shape))])]
-
-
-def _fits(pattern: Tensor, code: Tensor) -> bool:
-    return not bool((pattern & ~code.to(pattern.device)).any())
-
-
-def decoded(pattern: Tensor, batch: int) -> Layout:
-    """The sample of every element, as its pattern shows it, or nobody where it does not."""
-    known = {code: sample for sample, code in enumerate(codes(batch)[1])}
-    seen, where = pattern.cpu().unique(return_inverse=True)
-    samples = torch.tensor([known.get(int(code), NOBODY) for code in seen])
-    return simplify(samples[where], tuple(pattern.shape), batch)

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..trees import tree_map
-from .dispatch import dispatch
+from ..kernels.library import lays_out_fused_weights
+from ..trees import leaves, tree_map
+from .alone import CANNOT_HANDLE, call_alone
+from .functions import HANDLED, Known, name_of
 from .gate import Flag
-from .registry import HANDLED
 from .samples import Samples
 
 
@@ -93,7 +94,21 @@ class ExpandedWeight(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        return dispatch(cls, func, tuple(args), kwargs or {})
+        """Call a registered rule, or the function itself: on the record of a module, or on one of its own."""
+        given, named = tuple(args), kwargs or {}
+        if lays_out_fused_weights(func):
+            return None  # fused weights are laid out anew; these are never fused
+        weights = [leaf for leaf in leaves((given, named)) if isinstance(leaf, cls)]
+        rule, samples = HANDLED.get(func), weights[0].samples
+        if rule is not None and not isinstance(rule, Known):
+            return _call_rule(rule, func, given, named, weights)
+        if samples is None:
+            return call_alone(cls, func, given, named, rule, weights)
+        given, named = cls.unwrap((given, named))
+        result = func(*given, **named)
+        if rule is not None and rule.inside is not None:
+            rule.inside((given, named), result, samples)
+        return result
 
     @property
     def scale(self) -> int:
@@ -130,6 +145,27 @@ class ExpandedWeight(Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"ExpandedWeight(batch_size={self.batch_size}, orig_weight={self.orig_weight!r})"
+
+
+def _call_rule(
+    rule: type[torch.autograd.Function],
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    weights: Sequence[ExpandedWeight],
+) -> Any:
+    """The result of a registered rule, whose nodes know in which dim the batch is."""
+    for weight in weights:
+        if weight.sources:
+            raise RuntimeError(
+                f"{CANNOT_HANDLE} {name_of(func)} of a weight of shape {tuple(weight.leaf.shape)} that was "
+                f"computed from others: the rule registered for it takes weights themselves"
+            )
+    result = rule.apply(tuple(kwargs), func, *args, *kwargs.values())
+    for leaf in leaves(result):
+        if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+            leaf.grad_fn._persample_dim = 0 if weights[0].batch_first else 1  # type: ignore[attr-defined]
+    return result
 
 
 def _refuse(working: Flag, shape: tuple[int, ...], g: Tensor | None) -> None:

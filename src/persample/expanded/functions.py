@@ -1,13 +1,15 @@
-"""Where functions of weights leave the samples of their data.
+"""Functions that have a rule, and where those that are known leave the samples of their data.
 
 Two readers want to know. A function recorded alone is given data that carry the batch in a dim that is known, and
 says where its results do. In a recorded module, a function that was given one of the module's inputs says where
-the samples lie in its result, by which the reading of the module's outputs is checked.
+the samples lie in its result, which is evidence for where they lie in the module's outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,8 +17,48 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..graph.layout import Labels, carry
-from .registry import Arguments, Place, Shipped, enter, name_of
 from .samples import Samples, of_packed
+
+Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
+Place = Callable[[Arguments, Any, Samples], None]  # tells the samples where they lie in the result, or raises
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A function whose gradients the graph engine knows; what is left to say is where its samples lie.
+
+    ``alone`` says it for a function recorded alone; without it the samples are followed from the data to the results by
+    the engine. ``inside`` says it in a recorded module, if it can be known.
+    """
+
+    alone: Place | None = None
+    inside: Place | None = None
+    dim: int | None = None  # of the batch, where the function leaves no choice
+
+
+HANDLED: dict[Callable[..., Any], Known | type[torch.autograd.Function]] = {}
+
+
+def enter(function: Callable[..., Any], rule: Known | type[torch.autograd.Function]) -> None:
+    """Give a function its rule, once."""
+    if not callable(function):
+        raise RuntimeError(f"a rule is registered for a torch function, not for a {type(function).__name__}")
+    if function in HANDLED:
+        raise RuntimeError(f"{name_of(function)} already has a rule for expanded weights")
+    HANDLED[function] = rule
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """A function as users know it."""
+    name = getattr(function, "__name__", repr(function))
+    owner = getattr(function, "__self__", None)
+    return str(getattr(owner, "__name__", name)) if name == "__get__" else str(name)
+
+
+def is_in_place(function: Callable[..., Any]) -> bool:
+    """Does the function change its first argument?"""
+    name = getattr(function, "__name__", "")
+    return name in ("__setitem__", "__set__") or bool(re.fullmatch(r"__i[a-z]+__|[a-z]\w*[a-z0-9]_", name))
 
 
 def _argument(arguments: Arguments, position: int, name: str, default: Any = None) -> Any:
@@ -121,7 +163,7 @@ def _recurrent(arguments: Arguments, result: Any, samples: Samples) -> None:
 
 
 def _recurrent_inside(arguments: Arguments, result: Any, samples: Samples) -> None:
-    """The same in a recorded module, where packed samples lie in an order that only the module's input can tell."""
+    """In a recorded module, packed samples lie in an order that only the module's input can tell."""
     if not _is_packed(arguments):
         _recurrent(arguments, result, samples)
     elif samples.packed is not None and arguments[0][0] is samples.packed.data:
@@ -163,26 +205,26 @@ def _register() -> None:
         for name in (f"conv{d}d", f"conv_transpose{d}d"):
             function = getattr(F, name)
             alone = _stays(function, ndim=d + 2, exactly=True, words=_UNBATCHED_IMAGES)
-            enter(function, Shipped(alone, dim=0, inside=_batched_images(function, d)))
+            enter(function, Known(alone, _batched_images(function, d), dim=0))
     rows = _stays(F.linear, behind=1, words=_UNBATCHED_LINEAR)
-    enter(F.linear, Shipped(rows, inside=_keeps(lambda n: [*range(n - 1), None])))
-    enter(F.bilinear, Shipped(_stays(F.bilinear, behind=1)))
-    enter(F.embedding, Shipped(_stays(F.embedding, words=_UNBATCHED_IDS), inside=_keeps(range)))
-    enter(F.prelu, Shipped(_stays(F.prelu)))
-    enter(F.embedding_bag, Shipped(_bags, dim=0))
+    enter(F.linear, Known(rows, _keeps(lambda n: [*range(n - 1), None])))
+    enter(F.bilinear, Known(_stays(F.bilinear, behind=1)))
+    enter(F.embedding, Known(_stays(F.embedding, words=_UNBATCHED_IDS), _keeps(range)))
+    enter(F.prelu, Known(_stays(F.prelu)))
+    enter(F.embedding_bag, Known(_bags, dim=0))
     for name in ("layer_norm", "rms_norm"):
         for function in (getattr(F, name), getattr(torch, name)):
-            enter(function, Shipped(_normalised(function)))
+            enter(function, Known(_normalised(function)))
     for name in ("group_norm", "instance_norm"):
         for function in (getattr(F, name), getattr(torch, name)):
-            enter(function, Shipped(_stays(function, ndim=2), dim=0))
-    enter(F.batch_norm, Shipped(_batch_norm, dim=0))
-    enter(F.multi_head_attention_forward, Shipped(_attention, dim=1))
+            enter(function, Known(_stays(function, ndim=2), dim=0))
+    enter(F.batch_norm, Known(_batch_norm, dim=0))
+    enter(F.multi_head_attention_forward, Known(_attention, dim=1))
     for function in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu):
-        enter(function, Shipped(_recurrent, inside=_recurrent_inside))
+        enter(function, Known(_recurrent, _recurrent_inside))
     followed = "matmul mm addmm bmm baddbmm einsum add sub mul div".split()
     for function in [getattr(torch, name) for name in followed] + [F.scaled_dot_product_attention]:
-        enter(function, Shipped())
+        enter(function, Known())
 
 
 _register()

@@ -1,4 +1,4 @@
-"""Teaching expanded weights a new function."""
+"""Teaching expanded weights a new function: the rules that users register, and what the graph engine does with them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,20 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
-from ..factors import Factor
+from ..factors import Dense, Factor, combine
 from ..graph.custom import teach
-from .listening import listen, stays
+from ..graph.invoke import call
+from ..graph.layout import Layout, Shape, sample_dims
+from ..graph.nodes import is_leaf
+from ..graph.ops.table import Layouts
+from ..graph.site import Flow, Outcome, Site
+from ..graph.use import Use
+from .functions import enter
+from .gate import contributions
 from .porting import check_data, check_shape, hand_over, standard_kwargs
-from .registry import enter
+from .samples import along
 from .weight import ExpandedWeight
 
 C = TypeVar("C", bound=type)
@@ -77,7 +85,7 @@ def implements_per_sample_grads(torch_function: Callable[..., Any]) -> Callable[
         enter(torch_function, function)
         if function not in _ENGINE_KNOWS:  # one class may serve several functions
             _ENGINE_KNOWS.add(function)
-            teach(function, stays)(listen)
+            teach(function, _flow)(_factor)
         return cls
 
     return decorate
@@ -129,3 +137,52 @@ def _take(rule: type[Rule], value: Any, weight: ExpandedWeight | None, wanted: b
         hand_over(weight, value)
     elif value is not None:
         raise RuntimeError(f"{rule.__name__}.backward returned a {type(value).__name__} for a weight, not a Factor")
+
+
+def _flow(site: Site, k: int, layouts: Layouts) -> Outcome:
+    """Where a rule's node sends samples: data have them in the same dim as the results, weights are shared."""
+    if site.is_weight(k):
+        return Flow.SHARED
+    batch, dim, target = _batch_dim(layouts, site.shapes), site.node._persample_dim, site.target(k)  # type: ignore[attr-defined]
+    if batch is None or len(target) <= dim or target[dim] != batch[0] or batch[1] != (dim,):
+        return Flow.PROBE
+    return along(target, dim, batch[0])
+
+
+def _batch_dim(layouts: Sequence[Layout | None], shapes: Sequence[Shape]) -> tuple[int, Shape] | None:
+    """How many samples there are, and the dims they have in the first result that is used."""
+    for layout, shape in zip(layouts, shapes, strict=True):
+        if layout is not None:
+            return layout.batch, sample_dims(layout, shape)
+    return None
+
+
+def _factor(use: Use) -> Factor | None:
+    """What a rule contributes to a weight in a recorded module; its backward is run once for all of its weights."""
+    site = use.site
+    below = site.node.next_functions
+    places = {k: leaf for k, _ in site.outputs if (leaf := _weight_leaf(below[k][0])) is not None}
+    if use.k not in places:
+        return None
+    found, dim = _batch_dim(use.layouts, site.shapes), site.node._persample_dim  # type: ignore[attr-defined]
+    if found is None or found[1] != (dim,):
+        raise RuntimeError(
+            f"the rule {site.name} reads dim {dim} of its results as the batch, but of shapes {list(site.shapes)} the "
+            f"samples lie in dims {found and found[1]}"
+        )
+    if "given" not in site.memo:
+        with contributions(list(places.values())) as given:
+            returned = call(site.node, use.cotangents, site.edges)
+        if any(returned[k] is not None for k in places):
+            raise RuntimeError(f"the rule {site.name} returned an ordinary gradient for a weight, which would be lost")
+        site.memo["given"] = given
+    terms = site.memo["given"].pop(places[use.k], [])  # a weight may be several arguments, and has one factor
+    like = next(g for g in use.cotangents if g is not None)
+    return combine(terms) if terms else Dense(like.new_zeros(use.batch, *use.target))
+
+
+def _weight_leaf(node: Node | None) -> Node | None:
+    """The leaf of an expanded weight, which is a view of it."""
+    below = () if node is None else node.next_functions
+    leaf = below[0][0] if len(below) == 1 else None
+    return leaf if leaf is not None and is_leaf(leaf) and type(node).__name__ == "AliasBackward0" else None
