@@ -101,6 +101,7 @@ WITH_DATA: dict[str, Case] = {
     "gather": (lambda i, w: w.gather(0, i), lambda: ids(5, 3), [(6, 3)]),
     "take": (lambda i, w: w.take(i), lambda: ids(5, 3), [(6,)]),
     "masked": (lambda x, w: (x * w).masked_fill(x > 0, 0), rows, [(4,)]),
+    "cdist": (torch.cdist, rows, [(3, 4)]),
     "cdist-T=B": (torch.cdist, lambda: r(5, 5, 4), [(5, 4)]),
     "square-weight": (lambda x, w: x @ w, lambda: r(5, 5), [(5, 5)]),
     "weight-as-long-as-the-batch": (lambda x, w: x + w, lambda: r(5, 5), [(5,)]),
@@ -140,7 +141,7 @@ def test_batch_second(name: str, shape: Shape) -> None:
 
 
 SLOW: dict[str, tuple[Fn, Callable[[int], Tensor], list[Shape], int]] = {
-    "cdist": (torch.cdist, lambda B: r(B, 4), [(3, 4)], 0),
+    "cdist-weights-first": (lambda x, w: torch.cdist(w, x), lambda B: r(B, 4), [(3, 4)], 0),
     "conv_tbc": (lambda x, w, b: torch.conv_tbc(x, w, b, 0), lambda B: r(3, B, 4), [(2, 4, 3), (3,)], 1),
     "conv_tbc-T=B": (lambda x, w, b: torch.conv_tbc(x, w, b, 0), lambda B: r(5, B, 4), [(2, 4, 3), (3,)], 1),
 }
