@@ -10,8 +10,8 @@ from torch import Tensor
 
 import persample as ps
 from persample.graph.entry import capture, planned
-from persample.graph.nodes import NodeSlot
-from persample.graph.roots import Roots
+from persample.graph.read.nodes import NodeSlot
+from persample.graph.read.roots import Roots
 
 from . import peers
 from .contender import MAX_NORM, Contender, from_losses

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import persample as ps
-from persample.graph.plan import plan
-from persample.graph.roots import Roots
+from persample.graph.execute.plan import plan
+from persample.graph.read.roots import Roots
 from tests.graph.claims import refuted_cotangents
 from tests.reference import assert_same, definition
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import persample as ps
-from persample.graph import probe
-from persample.graph.plan import plan
-from persample.graph.roots import Roots
+from persample.graph.execute.plan import plan
+from persample.graph.locate import probe
+from persample.graph.read.roots import Roots
 from tests import models
 
 Network = Callable[[int, int], tuple[nn.Module, Tensor]]

@@ -9,8 +9,8 @@ from torch import nn
 from persample.graph.layout import Block, Flow
 from persample.graph.ops.dims import only
 from persample.graph.ops.table import Op, Undecided, entries, op
-from persample.graph.site import Site
-from persample.graph.tape import read
+from persample.graph.read.site import Site
+from persample.graph.read.tape import read
 
 
 def test_a_second_entry_for_an_op_is_refused() -> None:

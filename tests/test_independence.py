@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import persample as ps
-from persample.graph import probe
+from persample.graph.locate import probe
 from tests.case_library.interaction import MIXERS
 from tests.reference import assert_same, definition
 

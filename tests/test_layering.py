@@ -74,9 +74,29 @@ def test_imports_point_one_way(path: Path) -> None:
     assert not wrong, f"{name_of(path)} must not import {wrong}"
 
 
+ROOMS = ["layout", "sample_rows", "read", "ops", "locate", "execute", "remember", "entry", "describe"]  # of graph/
+IN_GRAPH = [path for path in FILES if path.relative_to(ROOT).parts[0] == "graph" and path.parent.name != "graph"]
+TABLE = "graph.ops.table"  # plain records, which reading a graph looks up
+
+
+@pytest.mark.parametrize("path", IN_GRAPH, ids=name_of)
+def test_rooms_of_the_graph_know_those_before_them(path: Path) -> None:
+    known = ROOMS[: ROOMS.index(path.parent.name) + 1]
+    rooms = {module: module.split(".")[1] for module in imports(path) if module.startswith("graph.")}
+    wrong = [module for module, room in rooms.items() if room not in known and module != TABLE]
+    assert not wrong, f"{name_of(path)} must not import {wrong}"
+
+
+def test_every_module_of_the_graph_has_a_room() -> None:
+    assert {path.stem for path in (ROOT / "graph").glob("*.py")} | {path.parent.name for path in IN_GRAPH} == {
+        *ROOMS,
+        "__init__",
+    }
+
+
 def test_the_walk_sees_imports() -> None:
     """A guard for the test above: known imports are found."""
-    assert "factors" in set(imports(ROOT / "graph" / "capture.py"))
+    assert "factors" in set(imports(ROOT / "graph" / "execute" / "capture.py"))
     assert "kernels.convolution" in set(imports(ROOT / "factors" / "convolution.py"))
     assert {layer_of(m) for m in imports(ROOT / "verbs.py")} >= {"graph", "top"}
     assert {p.parts[len(ROOT.parts)] for p in FILES if p.parent != ROOT} == set(LAYERS) - {"top"}

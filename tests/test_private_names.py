@@ -34,12 +34,12 @@ class Keeper(NamedTuple):
 
 
 KEEPERS = {
-    "what nodes and leaves hold, checkpoints that are not reentrant": Keeper("graph/saved.py", "graph/test_saved.py"),
+    "what nodes and leaves hold, other checkpoints": Keeper("graph/read/saved.py", "graph/test_saved.py"),
     "nodes written in Python": Keeper("python_nodes.py", "graph/test_saved.py"),
-    "what torch.compile makes": Keeper("graph/compiled.py", "graph/test_saved.py"),
-    "answers in place of a fused backward": Keeper("graph/answers.py", "graph/test_saved.py"),
-    "reentrant checkpoints": Keeper("graph/reentrant.py", "graph/test_reentrant.py"),
-    "ops of torch.library": Keeper("graph/library.py", "graph/test_library_ops.py"),
+    "what torch.compile makes": Keeper("graph/read/compiled.py", "graph/test_saved.py"),
+    "answers in place of a fused backward": Keeper("graph/ops/answers.py", "graph/test_saved.py"),
+    "reentrant checkpoints": Keeper("graph/read/reentrant.py", "graph/test_reentrant.py"),
+    "ops of torch.library": Keeper("graph/read/library.py", "graph/test_library_ops.py"),
     "DDP, and the nodes of wrappers": Keeper("distributed/wrappers.py", "distributed/test_names.py"),
     "FSDP2 and sharded tensors": Keeper("distributed/shards.py", "distributed/test_names.py"),
     "kernels below autograd": Keeper("kernels/library.py", "kernels/test_library.py"),

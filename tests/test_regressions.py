@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import persample as ps
-from persample.graph.plan import plan
-from persample.graph.roots import Roots
+from persample.graph.execute.plan import plan
+from persample.graph.read.roots import Roots
 from persample.testing import check
 from tests.reference import assert_same, definition
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import persample as ps
-from persample.graph.capture import Capture
-from persample.graph.plan import plan
-from persample.graph.roots import Roots
+from persample.graph.execute.capture import Capture
+from persample.graph.execute.plan import plan
+from persample.graph.read.roots import Roots
 from tests.models import Program, cnn_and_losses, mlp_and_losses, tied_and_losses
 from tests.reference import assert_same, definition
 

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 import persample as ps
 from persample.audit import audit
-from persample.graph import COMPILED, custom, keeps_samples_apart
+from persample.graph import COMPILED, keeps_samples_apart
+from persample.graph.ops import custom
 from tests.dp.helpers import CLASSES, WIDTH, dataset, flat, losses_of, private
 from tests.reference import assert_same, definition
 

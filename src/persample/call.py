@@ -16,8 +16,8 @@ from .expanded.gate import Receiver
 from .expanded.inputs import batch_of
 from .expanded.module import record_call
 from .factors import Factor, one_by_one
-from .graph.compiled import original_of
-from .graph.saved import late_hooks
+from .graph.read.compiled import original_of
+from .graph.read.saved import late_hooks
 from .kernels.pages import fresh
 from .params import named
 from .reductions import Reduction

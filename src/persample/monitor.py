@@ -14,8 +14,8 @@ from torch import Tensor
 
 from .checks import boundary, check_losses
 from .distributed import accumulate
-from .graph.roots import Roots
-from .graph.saved import late_hooks
+from .graph.read.roots import Roots
+from .graph.read.saved import late_hooks
 from .params import Params, named
 from .reductions.spread import MeanAndNorms, Spread
 from .verbs import reduce

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ._errors import UnsupportedError
-from .graph.saved import has_hooks
+from .graph.read.saved import has_hooks
 
 Params = nn.Module | Mapping[str, Tensor] | Sequence[Tensor]
 T = TypeVar("T")

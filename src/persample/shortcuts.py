@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .checks import boundary, check_losses, check_reductions
 from .distributed import Ranks, undisturbed
-from .graph.nodes import share_nodes
+from .graph.read.nodes import share_nodes
 from .params import Params, named
 from .reductions import ClippedSum, Dot, Gram, Norms, Project, Projection, SecondMoment, Variance
 from .reductions.clipping import Bounds

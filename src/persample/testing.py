@@ -12,7 +12,7 @@ from torch import Tensor
 from ._errors import PerformanceWarning
 from ._table import render
 from .checks import check_losses
-from .graph.roots import Roots
+from .graph.read.roots import Roots
 from .params import Params, named
 from .verbs import grad
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from .checks import boundary, check_losses, check_memory, check_reductions, refuse_shards
 from .distributed import Ranks, accumulate, undisturbed
 from .graph.entry import capture_into
-from .graph.roots import Roots, slot_of
-from .graph.saved import late_hooks
+from .graph.read.roots import Roots, slot_of
+from .graph.read.saved import late_hooks
 from .params import Params, named, pack
 from .reductions import ClippedSum, Clipping, Reduction, Run, Stack
 from .reductions.sums import Buffers

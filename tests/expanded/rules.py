@@ -13,7 +13,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from persample.expanded import HANDLED_FUNCTIONS, Rule, implements_per_sample_grads
 from persample.expanded import rules as rule_module
 from persample.factors import Dense, Factor, Outer, Rows
-from persample.graph import custom
+from persample.graph.ops import custom
 from tests.expanded.helpers import Run, r
 
 Fn = Callable[..., Tensor]

@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
-from persample.graph.assign import SampleMap
-from persample.graph.invoke import call, sum_to
+from persample.graph.execute.plan import CapturePlan
 from persample.graph.layout import Block, Layout, Shape, labels
-from persample.graph.nodes import is_leaf
-from persample.graph.plan import CapturePlan
-from persample.graph.probe import probe_node
-from persample.graph.saved import in_checkpoint
-from persample.graph.site import Flow, Outcome, Site
+from persample.graph.locate.follow import SampleMap
+from persample.graph.locate.probe import probe_node
+from persample.graph.read.invoke import call, sum_to
+from persample.graph.read.nodes import is_leaf
+from persample.graph.read.saved import in_checkpoint
+from persample.graph.read.site import Flow, Outcome, Site
 
 
 def some_samples(batch: int) -> list[int]:

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import persample as ps
-from persample.graph import recall
-from persample.graph.roots import Roots
+from persample.graph import remember as recall
+from persample.graph.read.roots import Roots
 from tests.reference import Params, assert_same, definition, named
 
 N = 4

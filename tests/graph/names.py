@@ -9,7 +9,7 @@ from importlib.resources.abc import Traversable
 import torch
 
 from persample.distributed.wrappers import WRAPPER_FUNCTIONS
-from persample.graph.nodes import _strip
+from persample.graph.read.nodes import _strip
 
 NODES = frozenset(_strip(name) for name in dir(torch._C._functions) if not name.startswith("__"))
 

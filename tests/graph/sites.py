@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from persample.graph.nodes import is_leaf, op_name
-from persample.graph.saved import metadata
-from persample.graph.site import Site
-from persample.graph.tape import read
+from persample.graph.read.nodes import is_leaf, op_name
+from persample.graph.read.saved import metadata
+from persample.graph.read.site import Site
+from persample.graph.read.tape import read
 
 Row = Sequence[Tensor | None]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from persample.graph.plan import plan
-from persample.graph.roots import Roots
+from persample.graph.execute.plan import plan
+from persample.graph.read.roots import Roots
 from tests.cases import CASES, Case
 from tests.graph.claims import refuted_cotangents, refuted_flows
 from tests.reference import named

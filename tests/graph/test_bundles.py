@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 
 import persample as ps
 from persample.factors import Factor, Part
-from persample.graph.capture import Capture
 from persample.graph.entry import planned
-from persample.graph.roots import Roots
+from persample.graph.execute.capture import Capture
+from persample.graph.read.roots import Roots
 from tests.graph.look_alikes import Program, data, nothing_remembered  # noqa: F401
 from tests.reference import Params, assert_same, definition, named
 

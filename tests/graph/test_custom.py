@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 import persample as ps
 from persample.factors import Dense, Factor, Outer
-from persample.graph import custom
-from persample.graph.custom import teach
+from persample.graph.ops import custom
+from persample.graph.ops.custom import teach
 from persample.graph.ops.dims import keep
 from persample.graph.ops.table import Layouts
-from persample.graph.site import Flow, Outcome, Site
-from persample.graph.use import Use
+from persample.graph.ops.use import Use
+from persample.graph.read.site import Flow, Outcome, Site
 from tests.expanded.helpers import check, r, sizes, squares
 from tests.reference import assert_same, definition, vectors
 

@@ -12,7 +12,7 @@ import persample as ps
 from persample.graph.layout import Block, Labels, Layout, Outcome, Shape
 from persample.graph.ops.dims import by_letters, follow, keep, leading, only, whole
 from persample.graph.ops.table import EVERY, FlowRule, Layouts, Undecided
-from persample.graph.site import Site
+from persample.graph.read.site import Site
 from tests.graph.look_alikes import nothing_remembered  # noqa: F401
 from tests.graph.table import plant
 from tests.reference import assert_same, definition

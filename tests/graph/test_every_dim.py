@@ -11,8 +11,8 @@ import pytest
 from torch import Tensor
 
 import persample as ps
-from persample.graph.plan import plan
-from persample.graph.roots import Roots
+from persample.graph.execute.plan import plan
+from persample.graph.read.roots import Roots
 from tests.graph.claims import refuted_cotangents, refuted_flows
 from tests.graph.cubes import CUBE, EVERY, GENERATOR, N, data, on_no_rows
 from tests.graph.names import NODES

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from persample.graph import fallback
-from persample.graph.fallback import push_masked, push_stacked
+from persample.graph.execute import fallback
+from persample.graph.execute.fallback import push_masked, push_stacked
 from persample.graph.layout import Block, Labels, Layout
-from persample.graph.saved import metadata
-from persample.graph.site import Site
+from persample.graph.read.saved import metadata
+from persample.graph.read.site import Site
 from tests.graph.explicit import explicit
 from tests.graph.names import NODES, SOME
 from tests.graph.samples import SAMPLES, Sample

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import persample as ps
-from persample.graph import fused
+from persample.graph.ops import fused
 from tests.reference import assert_same, definition, vectors
 
 if not hasattr(F, "linear_cross_entropy"):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import persample as ps
-from persample.graph.gather import Gathering
+from persample.graph.execute.watch import Gathering
 from tests.graph.look_alikes import data, nothing_remembered  # noqa: F401
 from tests.reference import assert_same, definition
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import persample as ps
-from persample.graph.invoke import call
+from persample.graph.read.invoke import call
 from tests.graph.samples.leaves import w
 from tests.reference import assert_same, definition
 

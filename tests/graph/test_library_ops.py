@@ -11,12 +11,13 @@ from torch import Tensor
 
 import persample as ps
 from persample.factors import Factor, Outer
-from persample.graph import custom, teach
-from persample.graph.nodes import op_name
+from persample.graph import teach
+from persample.graph.ops import custom
 from persample.graph.ops.dims import keep
 from persample.graph.ops.table import Layouts
-from persample.graph.site import Flow, Outcome, Site
-from persample.graph.use import Use
+from persample.graph.ops.use import Use
+from persample.graph.read.nodes import op_name
+from persample.graph.read.site import Flow, Outcome, Site
 from tests.expanded.helpers import r, squares
 from tests.reference import assert_same, definition
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import persample as ps
-from persample.graph.nodes import op_name
+from persample.graph.read.nodes import op_name
 from tests.graph.table import FIELDS, having
 from tests.reference import assert_same, definition
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from persample.graph.nodes import op_name
 from persample.graph.ops.table import entries, named
+from persample.graph.read.nodes import op_name
 from tests.graph.names import NODES, SOME, WRAPPERS
 from tests.graph.samples.leaves import c, ids, p, spd, w, z
 from tests.graph.sites import find

@@ -11,9 +11,9 @@ import pytest
 from torch import Tensor
 
 import persample as ps
-from persample.graph import recall
+from persample.graph import remember as recall
 from persample.graph.layout import Shape
-from persample.graph.tape import read
+from persample.graph.read.tape import read
 from tests.cases import CASES, Case
 from tests.graph.look_alikes import LOOK_ALIKES, N, Program, check, data, is_recalled, leaf, look, nothing_remembered  # noqa: F401
 from tests.graph.table import having

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 
 import persample as ps
-from persample.graph import recall
+from persample.graph import remember as recall
 from tests import models
 from tests.expanded.helpers import taken
 from tests.graph.look_alikes import (  # noqa: F401

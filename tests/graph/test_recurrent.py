@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import persample as ps
-from persample.graph.answers import LstmAnswer
 from persample.graph.entry import capture_from
-from persample.graph.roots import Roots, slot_of
+from persample.graph.ops.answers import LstmAnswer
+from persample.graph.read.roots import Roots, slot_of
 from tests.reference import assert_same, definition
 
 B, T, d = 4, 5, 3

@@ -11,9 +11,9 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import checkpoint
 
 import persample as ps
-from persample.graph.reentrant import is_reentrant, open_region, run_instead
-from persample.graph.regions import Regions
-from persample.graph.saved import in_checkpoint, metadata
+from persample.graph.read.reentrant import is_reentrant, open_region, run_instead
+from persample.graph.read.regions import Regions
+from persample.graph.read.saved import in_checkpoint, metadata
 from tests.graph.samples.leaves import w
 
 

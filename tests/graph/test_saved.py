@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
-from persample.graph import saved
-from persample.graph.answers import LstmAnswer, Outputs
-from persample.graph.compiled import is_compiled, original_of
-from persample.graph.nodes import is_leaf, op_name
+from persample.graph.ops.answers import LstmAnswer, Outputs
+from persample.graph.read import saved
+from persample.graph.read.compiled import is_compiled, original_of
+from persample.graph.read.nodes import is_leaf, op_name
 from persample.python_nodes import node_type_of
 from tests.graph.names import NODES, SOME, names_read
 from tests.graph.samples.leaves import c, w, z

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from persample.graph.plan import plan
-from persample.graph.roots import Roots
+from persample.graph.execute.plan import plan
+from persample.graph.read.roots import Roots
 from tests.graph.claims import refuted_cotangents
 
 DATA = torch.tensor([[0.7, 0.2]], dtype=torch.float64)

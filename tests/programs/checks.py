@@ -177,8 +177,8 @@ def check_reduce(losses: Tensor, params: list[Tensor], want: list[Tensor], slack
 
 def check_claims(losses: Tensor, params: list[Tensor], want: list[Tensor], slack: list[Tensor], make: Make) -> None:
     """Each loss alone reaches only those elements of cotangents that the plan says are its own sample's."""
-    from persample.graph.plan import plan
-    from persample.graph.roots import Roots
+    from persample.graph.execute.plan import plan
+    from persample.graph.read.roots import Roots
     from tests.graph.claims import refuted_cotangents
 
     refuted = refuted_cotangents(plan(Roots.of_losses(losses), params), losses, floor=1e-12)

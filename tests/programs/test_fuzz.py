@@ -12,7 +12,7 @@ import torch
 import persample as ps
 from persample.factors import Dense, Factor
 from persample.graph.ops.table import named
-from persample.graph.use import Use
+from persample.graph.ops.use import Use
 from tests.graph.table import plant
 from tests.modes import default_dtype
 from tests.programs import __main__ as command

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from .._errors import InteractionError
-from ..graph.custom import is_vouched_for
-from ..graph.nodes import children, op_name
-from ..graph.traverse import ordered
+from ..graph.ops.custom import is_vouched_for
+from ..graph.read.nodes import children, op_name
+from ..graph.read.traverse import ordered
 from ..rerun import CallRecorder, RecordedCall, compare_with_fewer_samples, rounding_tolerance
 from ..shortcuts import norms
 from .problem import Problem

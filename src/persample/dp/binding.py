@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..distributed import owners
-from ..graph.saved import born
+from ..graph.read.saved import born
 from ..kernels.norms import widest
 from ..params import named
 from .clips import Clipper

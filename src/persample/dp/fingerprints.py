@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..distributed import is_sharded
-from ..graph.saved import version
+from ..graph.read.saved import version
 
 
 def of_tensors(tensors: Mapping[str, Tensor]) -> dict[str, int]:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..graph.layout import Layout, Shape
-from ..graph.nodes import NodeSlot
-from ..graph.roots import slot_of
-from ..graph.saved import version
+from ..graph.read.nodes import NodeSlot
+from ..graph.read.roots import slot_of
+from ..graph.read.saved import version
 from ..trees import leaves, tree_map
 from .origins import SMALL, Origin, Origins
 from .replay import Made, Noise, Place, Replay, Source, Step

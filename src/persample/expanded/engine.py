@@ -9,17 +9,17 @@ from collections.abc import Collection, Iterator, Sequence
 
 from torch import Tensor, nn
 
-from ..graph.assign import assign
-from ..graph.interaction import interactions
+from ..graph.execute.plan import CapturePlan, plan
 from ..graph.layout import Layout, Shape
-from ..graph.nodes import NodeSlot, children
-from ..graph.plan import CapturePlan, plan
-from ..graph.roots import Roots, slot_of
-from ..graph.rows import only_counts
-from ..graph.saved import in_checkpoint, metadata, tensor
-from ..graph.site import Flow, weights_only
-from ..graph.tape import Graph, Tape, read
-from ..graph.traverse import leading_to
+from ..graph.locate.constants import only_counts
+from ..graph.locate.follow import assign
+from ..graph.locate.interaction import interactions
+from ..graph.read.nodes import NodeSlot, children
+from ..graph.read.roots import Roots, slot_of
+from ..graph.read.saved import in_checkpoint, metadata, tensor
+from ..graph.read.site import Flow, weights_only
+from ..graph.read.tape import Graph, Tape, read
+from ..graph.read.traverse import leading_to
 
 
 def read_outputs(outputs: Sequence[Tensor]) -> Graph:

@@ -20,12 +20,12 @@ from torch.autograd.graph import Node
 
 from .._errors import InteractionError, PerformanceWarning
 from ..factors import Dense, Factor, combine
-from ..graph.capture import Sink
 from ..graph.entry import Check, capture_from
-from ..graph.plan import CapturePlan
-from ..graph.roots import Roots, slot_of
-from ..graph.saved import keeps_graph, version, will_run
-from ..graph.tape import Graph
+from ..graph.execute.capture import Sink
+from ..graph.execute.plan import CapturePlan
+from ..graph.read.roots import Roots, slot_of
+from ..graph.read.saved import keeps_graph, version, will_run
+from ..graph.read.tape import Graph
 from .engine import CallGraph
 from .guesses import Guess, Guesses, Refused, UnknownBatch
 from .samples import Contradiction, Samples, interaction

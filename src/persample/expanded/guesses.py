@@ -16,8 +16,8 @@ from torch.autograd.graph import GradientEdge
 
 from .._errors import UnsupportedError
 from ..graph.layout import Layout, Shape
-from ..graph.nodes import NodeSlot
-from ..graph.roots import Roots, slot_of
+from ..graph.read.nodes import NodeSlot
+from ..graph.read.roots import Roots, slot_of
 from .engine import CallGraph
 from .samples import Contradiction, Samples, along
 

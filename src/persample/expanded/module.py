@@ -11,8 +11,8 @@ from torch.func import functional_call
 from torch.nn.utils.rnn import PackedSequence
 
 from ..graph.layout import labels
-from ..graph.roots import slot_of
-from ..graph.tape import Graph
+from ..graph.read.roots import slot_of
+from ..graph.read.tape import Graph
 from ..trees import LEAVES, leaves, tree_map
 from .data import Notes
 from .engine import other_leaves, read_outputs

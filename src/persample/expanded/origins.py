@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..graph.nodes import NodeSlot
-from ..graph.roots import slot_of
+from ..graph.read.nodes import NodeSlot
+from ..graph.read.roots import slot_of
 from ..trees import leaves
 from .functions import is_in_place
 from .weight import ExpandedWeight

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from ..factors import Dense, Factor
-from ..graph.roots import slot_of
+from ..graph.read.roots import slot_of
 from .alone import add_grad_sample, write
 from .functions import name_of
 from .gate import contribute

@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from ..factors import Dense, Factor, combine
-from ..graph.custom import teach
-from ..graph.invoke import call
 from ..graph.layout import Layout, Shape, sample_dims
-from ..graph.nodes import is_leaf
+from ..graph.ops.custom import teach
 from ..graph.ops.table import Layouts
-from ..graph.site import Flow, Outcome, Site
-from ..graph.use import Use
+from ..graph.ops.use import Use
+from ..graph.read.invoke import call
+from ..graph.read.nodes import is_leaf
+from ..graph.read.site import Flow, Outcome, Site
 from .functions import enter
 from .gate import contributions
 from .porting import check_data, check_shape, hand_over, standard_kwargs

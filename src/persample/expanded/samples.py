@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from .._errors import InteractionError
+from ..graph.execute.plan import CapturePlan
 from ..graph.layout import Block, Labels, Layout, Shape, carry, join, strides
-from ..graph.nodes import NodeSlot
-from ..graph.plan import CapturePlan
-from ..graph.roots import slot_of
-from ..graph.site import Flow
+from ..graph.read.nodes import NodeSlot
+from ..graph.read.roots import slot_of
+from ..graph.read.site import Flow
 from .engine import CallGraph, counts_positions, located, rests_on, shape_of
 
 _TRIES = 64  # guesses for one set of tensors

@@ -9,15 +9,15 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from .._errors import UnsupportedError
-from .capture import Capture
 from .entry import check_reached, whole_graph
-from .interaction import interactions
+from .execute.capture import Capture
+from .execute.plan import plan
 from .layout import Block, Layout, Shape, sample_dims, split
-from .library import op_of
-from .plan import plan
-from .roots import Roots
-from .saved import is_custom
-from .tape import Tape
+from .locate.interaction import interactions
+from .read.library import op_of
+from .read.roots import Roots
+from .read.saved import is_custom
+from .read.tape import Tape
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,20 +16,20 @@ from torch.autograd.graph import Node
 from .._errors import InteractionError, PerformanceWarning, UnsupportedError
 from ..distributed import is_sharded
 from ..factors import Dense, Factor, Masked, one_by_one
-from .assign import SampleMap, assign
-from .bundles import bundle_up
-from .capture import Capture, Sink
-from .compiled import is_compiled
-from .custom import is_known
-from .interaction import interactions
+from .execute.bundles import bundle_up
+from .execute.capture import Capture, Sink
+from .execute.plan import CapturePlan, plan
 from .layout import Layout, sample_dims
-from .nodes import NodeSlot, is_opaque, op_name
-from .notes import noting
-from .plan import CapturePlan, plan
-from .recall import key_of, recall, remember
-from .roots import Roots, slot_of
-from .saved import is_torchs
-from .tape import Graph, Slot, Tape
+from .locate.follow import SampleMap, assign
+from .locate.interaction import interactions
+from .ops.custom import is_known
+from .read.compiled import is_compiled
+from .read.nodes import NodeSlot, is_opaque, op_name
+from .read.notes import noting
+from .read.roots import Roots, slot_of
+from .read.saved import is_torchs
+from .read.tape import Graph, Slot, Tape
+from .remember import key_of, recall, remember
 
 
 @dataclass(frozen=True, slots=True)

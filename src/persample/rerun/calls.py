@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..graph.compiled import original_of
+from ..graph.read.compiled import original_of
 
 
 @dataclass(frozen=True)

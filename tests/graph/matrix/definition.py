@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from persample.graph.invoke import call_each, sum_to
 from persample.graph.layout import Layout
-from persample.graph.site import Site
+from persample.graph.read.invoke import call_each, sum_to
+from persample.graph.read.site import Site
 from tests.forms import plain
 from tests.graph.matrix.places import marks
 from tests.graph.sites import wanted

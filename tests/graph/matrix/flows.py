@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from persample.graph.layout import Layout
+from persample.graph.locate.probe import probe_node
 from persample.graph.ops.dims import whole
 from persample.graph.ops.table import named
-from persample.graph.probe import probe_node
-from persample.graph.site import Flow, Outcome, Site
+from persample.graph.read.site import Flow, Outcome, Site
 from tests.forms import numbers
 from tests.graph.matrix.definition import by_sample
 from tests.graph.matrix.nodes import harvest, narrowed

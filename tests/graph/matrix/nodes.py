@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from persample.graph.ops.table import entries
-from persample.graph.saved import metadata
-from persample.graph.site import Site
-from persample.graph.tape import read
+from persample.graph.read.saved import metadata
+from persample.graph.read.site import Site
+from persample.graph.read.tape import read
 from tests.forms import seed
 from tests.graph import cubes, test_every_use
 from tests.graph.claims import _numbers

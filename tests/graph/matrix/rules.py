@@ -12,8 +12,8 @@ from torch import Tensor
 from persample.factors import Factor
 from persample.graph.layout import Layout
 from persample.graph.ops.table import named
-from persample.graph.site import Site
-from persample.graph.use import Use
+from persample.graph.ops.use import Use
+from persample.graph.read.site import Site
 from persample.kernels.norms import row_norms
 from tests.forms import Make, forms, numbers, seed
 from tests.graph.matrix.definition import by_sample, differs, size

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from persample.factors import Dense, Factor, Masked, Outer, Rows, Sum, View
 from persample.factors.rearrange import Permute
-from persample.graph.fallback import push_stacked
+from persample.graph.execute.fallback import push_stacked
+from persample.graph.execute.pullback import lifted, pull
 from persample.graph.layout import Block, Shape
-from persample.graph.pullback import lifted, pull
-from persample.graph.site import Flow, Site
-from persample.graph.use import Use
+from persample.graph.ops.use import Use
+from persample.graph.read.site import Flow, Site
 from tests.forms import forms, numbers, plain, seed
 from tests.graph.matrix.definition import by_row, differs, size
 from tests.graph.matrix.rules import subsets, wrong_answers

@@ -8,7 +8,7 @@ import pytest
 
 from persample.graph.layout import Block, Shape
 from persample.graph.ops.table import named
-from persample.graph.site import Flow, Site
+from persample.graph.read.site import Flow, Site
 from tests.graph.matrix import flows
 from tests.graph.matrix.flows import wrong_flows
 from tests.graph.matrix.nodes import harvest

@@ -15,8 +15,8 @@ from persample.graph.layout import Block, Flow, Outcome, Shape, carry, labels, s
 from persample.graph.ops import table
 from persample.graph.ops.dims import leading, only
 from persample.graph.ops.table import EVERY, Layouts, Op, Rowwise, named
-from persample.graph.site import Site
-from persample.graph.use import Use
+from persample.graph.ops.use import Use
+from persample.graph.read.site import Site
 from persample.kernels import library
 from tests.graph.matrix import nodes, test_flows, test_rules, test_stacks, test_tables
 from tests.graph.table import plant

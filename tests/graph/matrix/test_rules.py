@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from persample.graph.site import Site
+from persample.graph.read.site import Site
 from tests.graph.matrix import rules, variants
 from tests.graph.matrix.nodes import harvest
 from tests.graph.matrix.rules import Combination, wrong_rules

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from persample.graph.invoke import call
-from persample.graph.site import Site
+from persample.graph.read.invoke import call
+from persample.graph.read.site import Site
 from tests.forms import forms, numbers, plain, seed
 from tests.graph.matrix.definition import differs, size
 from tests.graph.matrix.nodes import harvest

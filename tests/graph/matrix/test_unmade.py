@@ -12,7 +12,7 @@ from torch import Tensor
 
 from persample.graph.layout import Layout, Shape
 from persample.graph.ops.table import named
-from persample.graph.use import Use
+from persample.graph.ops.use import Use
 from tests.forms import forms, numbers, plain, seed
 from tests.graph.matrix.places import marks, places
 from tests.graph.matrix.rules import wrong_answers

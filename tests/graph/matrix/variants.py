@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from persample.graph.ops.table import named
-from persample.graph.site import Site
+from persample.graph.read.site import Site
 from tests.forms import forms
 from tests.graph.matrix.nodes import Build, harvest, sites
 from tests.graph.matrix.rules import OWN_WAYS, Combination, combinations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from ..layout import Flow, Layout, Outcome, Shape, same
-from ..site import Site
+from ..read.site import Site
 from .dims import but, follow, keep, of_same_size, only
 from .table import Layouts, Undecided, op
 

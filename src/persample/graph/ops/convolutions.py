@@ -7,10 +7,10 @@ from functools import partial
 from ...factors import Convolution, Dense, Factor
 from ...kernels.convolution import Geometry
 from ..layout import Flow, Outcome, Shape, sample_dims
-from ..site import Site
-from ..use import Use
+from ..read.site import Site
 from .dims import keep, leading, only
 from .table import Layouts, Rowwise, op
+from .use import Use
 
 
 def images(site: Site, k: int, layouts: Layouts) -> Outcome:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from ..layout import Flow, Labels, Layout, Outcome, Shape, broadcast_dims, carry
-from ..site import Site
+from ..read.site import Site
 from .table import FlowRule, Layouts, Undecided
 
 Dims = Sequence[int | None]

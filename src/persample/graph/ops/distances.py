@@ -6,9 +6,9 @@ from math import prod
 
 from ...factors import Dense, Factor
 from ...kernels.library import distance_gradient
-from ..use import Use
 from .dims import by_letters
 from .table import op
+from .use import Use
 
 
 def cdist(use: Use) -> Factor | None:

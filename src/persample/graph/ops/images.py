@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..layout import Outcome
-from ..site import Site
+from ..read.site import Site
 from .dims import keep, leading, only
 from .table import FlowRule, Layouts, op
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from ..layout import Outcome
-from ..site import Site
+from ..read.site import Site
 from .dims import keep, leading, of_same_size
 from .table import EVERY, Layouts, Undecided, op
 

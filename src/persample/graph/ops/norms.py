@@ -13,13 +13,13 @@ from ...factors import Dense, Factor
 from ...kernels.library import group_norm_sums
 from ...kernels.norms import wide
 from ..layout import Flow, Outcome, Shape, carry, sample_dims
+from ..read.site import Site
 from ..sample_rows import sum_per_sample
-from ..site import Site
-from ..use import Use
 from . import convolutions
 from .broadcast import dense
 from .dims import follow, keep, leading, only
 from .table import Layouts, Rowwise, op
+from .use import Use
 
 
 def rows(site: Site, k: int, layouts: Layouts) -> Outcome:

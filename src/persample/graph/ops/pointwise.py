@@ -11,13 +11,13 @@ from torch import Tensor
 
 from ...factors import Factor, View
 from ...factors.rearrange import Cast
-from ..invoke import call
 from ..layout import Flow, Labels, Outcome, Shape, broadcast_dims, carry
-from ..site import Site
-from ..use import Use
+from ..read.invoke import call
+from ..read.site import Site
 from .broadcast import dense
 from .dims import only
 from .table import EVERY, Layouts, Undecided, op
+from .use import Use
 
 
 def elementwise(site: Site, k: int, layouts: Layouts) -> Outcome:

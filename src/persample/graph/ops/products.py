@@ -14,12 +14,12 @@ from torch import Tensor
 from ...factors import Dense, Factor, Outer, View
 from ...factors.rearrange import Reshape
 from ..layout import Flow, Layout, Outcome, carry, labels, sample_dims
+from ..read.site import Site
 from ..sample_rows import SampleRows
-from ..site import Site
-from ..use import Use
 from .broadcast import dense
 from .dims import by_letters, follow, only, unbroadcast
 from .table import EVERY, Layouts, Product, Rowwise, op
+from .use import Use
 
 
 def _product(names: str, result: str, operands: Mapping[int, str], saved: tuple[str, str], **known: Any) -> None:

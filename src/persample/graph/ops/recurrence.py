@@ -12,16 +12,16 @@ from torch import Tensor
 
 from ...factors import Dense, Factor, Outer
 from ...kernels.recurrence import LstmLayer, LstmReplay, replay_lstm
-from ..answers import LstmAnswer, Outputs
 from ..layout import Flow, Layout, Outcome, Shape, carry, join, same
-from ..nodes import NodeSlot, children
+from ..read.nodes import NodeSlot, children
+from ..read.saved import metadata
+from ..read.site import Site
+from ..read.traverse import leading_to
 from ..sample_rows import SampleRows
-from ..saved import metadata
-from ..site import Site
-from ..traverse import leading_to
-from ..use import Use
+from .answers import LstmAnswer, Outputs
 from .dims import follow
 from .table import Layouts, op
+from .use import Use
 
 
 def columns(site: Site, k: int, layouts: Layouts) -> Outcome:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..layout import Outcome, labels, simplify
-from ..site import Site
+from ..read.site import Site
 from .along_dims import along_dim
 from .dims import but, follow, only
 from .table import Layouts, Undecided, op

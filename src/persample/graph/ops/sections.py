@@ -11,10 +11,10 @@ from torch import Tensor
 from ...factors import Dense, Factor, View
 from ...factors.rearrange import Section
 from ..layout import NOBODY, Flow, Labels, Layout, Outcome, Shape, labels, same, sample_dims, simplify
-from ..site import Site
-from ..use import Use
+from ..read.site import Site
 from .dims import but, follow, keep, only
 from .table import EVERY, Layouts, Undecided, op
+from .use import Use
 
 
 def slice_of_dim(site: Site, k: int, layouts: Layouts) -> Outcome:

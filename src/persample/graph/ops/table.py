@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from ..layout import Flow, Layout, Outcome, Shape
-from ..nodes import op_name
-from ..saved import is_custom
+from ..read.nodes import op_name
+from ..read.saved import is_custom
 
 if TYPE_CHECKING:
     from ...factors import Factor
-    from ..site import Site
-    from ..use import Use
+    from ..read.site import Site
+    from .use import Use
 
 Layouts = Sequence[Layout | None]
 FlowRule = Callable[["Site", int, Layouts], Outcome]

@@ -15,14 +15,14 @@ from torch.autograd.graph import Node
 
 from ...factors import Factor, Rows, View
 from ...factors.rearrange import Reshape
-from .. import saved
 from ..layout import NOBODY, Flow, Layout, Outcome, Shape, labels, sample_dims, simplify, strides
+from ..read import saved
+from ..read.site import Site
 from ..sample_rows import SampleRows
-from ..site import Site
-from ..use import Use
 from .along_dims import along_dim
 from .dims import but, follow, only
 from .table import Layouts, Undecided, op
+from .use import Use
 
 # --- what all of them share ---
 

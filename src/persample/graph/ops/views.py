@@ -8,7 +8,7 @@ from functools import partial
 from ...factors import Factor, Outer, View
 from ...factors.rearrange import AsComplex, Flip, Permute, Reshape, Roll
 from ..layout import Outcome, Shape, reshape
-from ..site import Site
+from ..read.site import Site
 from .dims import but, keep, only
 from .table import Layouts, op
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...distributed.wrappers import passed_from, passes_on
 from ..layout import Outcome
-from ..site import Site
+from ..read.site import Site
 from .table import EVERY, Layouts, Undecided, op
 
 

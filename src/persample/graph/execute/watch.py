@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
-from .._errors import UnsupportedError
-from .saved import has_memory, is_custom, version
-from .tape import Graph, Slot
+from ..._errors import UnsupportedError
+from ..read.saved import has_memory, is_custom, version
+from ..read.tape import Graph, Slot
 
 
 @dataclass(slots=True)

@@ -20,14 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .invoke import call_each
-from .layout import NOBODY, Block, Labels, Layout, Shape, labels, simplify, strides
-from .library import unspent
-from .notes import by_data
-from .roots import Roots
-from .saved import metadata
-from .site import Flow, Outcome, Site
-from .tape import Slot, Tape
+from ..layout import NOBODY, Block, Labels, Layout, Shape, labels, simplify, strides
+from ..read.invoke import call_each
+from ..read.library import unspent
+from ..read.notes import by_data
+from ..read.roots import Roots
+from ..read.saved import metadata
+from ..read.site import Flow, Outcome, Site
+from ..read.tape import Slot, Tape
 
 _Outputs = Sequence[Tensor | None]
 _Run = Callable[[Sequence["_Weigh"]], Iterable[_Outputs]]

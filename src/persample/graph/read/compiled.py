@@ -14,7 +14,7 @@ import torch._functorch.config
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from ..python_nodes import is_torchs
+from ...python_nodes import is_torchs
 
 
 def original_of(module: Any) -> Any:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .layout import NOBODY, Layout, labels
-from .notes import by_data
+from ..layout import NOBODY, Layout, labels
+from ..read.notes import by_data
+from ..read.site import Flow, Outcome, Site
 from .probe import fit
-from .site import Flow, Outcome, Site
 
 _EXACT = 2**53  # whole numbers up to here are exact in float64
 

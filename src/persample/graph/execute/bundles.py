@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .gather import Watch
-from .layout import Block
-from .notes import unnoted
-from .saved import has, in_checkpoint, metadata, tensor, value
-from .tape import Tape
+from ..layout import Block
+from ..read.notes import unnoted
+from ..read.saved import has, in_checkpoint, metadata, tensor, value
+from ..read.tape import Tape
+from .watch import Watch
 
 if TYPE_CHECKING:
     from .plan import CapturePlan

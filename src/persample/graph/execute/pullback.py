@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..distributed.wrappers import passed_from, passes_on
-from ..factors import Dense, Factor
+from ...distributed.wrappers import passed_from, passes_on
+from ...factors import Dense, Factor
+from ..read.site import Site
 from .fallback import loops, push_stacked
-from .site import Site
 
 
 def lifted(site: Site, factor: Factor) -> Factor | None:

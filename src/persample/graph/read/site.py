@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
+from ..layout import Flow, Outcome, Shape
+from ..ops.table import Op
 from . import saved
-from .layout import Flow, Outcome, Shape
-from .ops.table import Op
 from .tape import Slot, Tape
 
 __all__ = ["Flow", "Outcome", "Site", "Sites", "computes_with_data", "weights_only"]

@@ -22,9 +22,9 @@ from torch.autograd.graph import Node
 from torch.utils.checkpoint import _Holder
 
 # Modules of this folder ask about nodes here, whatever they want to know.
-from ..python_nodes import function_of as function_of
-from ..python_nodes import is_custom as is_custom
-from ..python_nodes import is_torchs as is_torchs
+from ...python_nodes import function_of as function_of
+from ...python_nodes import is_custom as is_custom
+from ...python_nodes import is_torchs as is_torchs
 from .notes import ask, by_data, note
 
 _UNSIGNED = 1 << 64

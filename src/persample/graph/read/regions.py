@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from .._errors import UnsupportedError
+from ..._errors import UnsupportedError
 from .nodes import NodeSlot, children, is_leaf, leaf_of, op_name
 from .reentrant import Outputs, Region, is_reentrant, open_region, run_instead, same_again
 from .saved import born, metadata

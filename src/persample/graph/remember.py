@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
+from .execute.plan import CapturePlan
 from .layout import Labels, Layout
-from .nodes import NodeSlot
-from .notes import Notes, Question
-from .plan import CapturePlan
-from .roots import Roots
-from .tape import Graph
+from .read.nodes import NodeSlot
+from .read.notes import Notes, Question
+from .read.roots import Roots
+from .read.tape import Graph
 
 _MOST = 64  # plans
 _NOTHING: Mapping[NodeSlot, Layout] = {}

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .assign import SampleMap
-from .layout import NOBODY, Layout, Shape, labels
-from .rows import constant_dims
-from .site import Site
-from .tape import Tape
+from ..layout import NOBODY, Layout, Shape, labels
+from ..read.site import Site
+from ..read.tape import Tape
+from .constants import constant_dims
+from .follow import SampleMap
 
 
 def misread(tape: Tape, map: SampleMap) -> list[str]:

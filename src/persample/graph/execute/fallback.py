@@ -1,4 +1,4 @@
-"""The exact slow way: one sample's cotangent at a time through one node."""
+"""Where no rule serves: the exact slow way, one sample's cotangent at a time through one node."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ..kernels.library import materialized
-from .invoke import call, call_each, sum_to
-from .layout import Layout, labels
-from .nodes import is_opaque
-from .saved import holds_sparse, in_backward, in_checkpoint, in_own_task, in_plain_task
-from .site import Site
+from ...factors import Factor
+from ...kernels.library import materialized
+from ..layout import Flow, Layout, labels
+from ..locate.probe import probe_node
+from ..ops.broadcast import dense
+from ..ops.use import Use
+from ..read.invoke import call, call_each, sum_to
+from ..read.nodes import is_opaque
+from ..read.saved import holds_sparse, in_backward, in_checkpoint, in_own_task, in_plain_task
+from ..read.site import Site
 
 
 def one_hot_cotangents(g: Tensor, layout: Layout) -> Iterable[Tensor]:
@@ -85,3 +89,15 @@ def _finish(site: Site, k: int, value: Tensor | None) -> Tensor:
     if value is None:
         return torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device)
     return sum_to(value, site.target(k), meta.dtype)
+
+
+def sum_by_probe(use: Use) -> Factor | None:
+    """A linear node without a rule, its output not yet summed over broadcast dims: ask whose its elements are."""
+    site, k = use.site, use.k
+    value = call(site.node, use.cotangents, site.edges)[k]
+    if value is None or value.is_sparse or tuple(value.shape) == use.target:
+        return None
+    outcome = probe_node(site, use.layouts, use.batch, summed=False)[k]
+    if outcome is None or isinstance(outcome, Flow):
+        return None
+    return dense(value.to(site.metadata(k).dtype), outcome, use.target)

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.utils.checkpoint import CheckpointError
 
-from .._errors import UnsupportedError
-from ..kernels.library import materialized
+from ..._errors import UnsupportedError
+from ...kernels.library import materialized
+from ..layout import Shape
 from .compiled import is_compiled, scratch_restored
-from .layout import Shape
 from .library import unspent
 from .nodes import is_opaque, op_name
 from .saved import (

@@ -13,18 +13,18 @@ from typing import Any
 
 from torch import Tensor
 
-from ..factors import Dense, Factor, Outer, View
-from ..factors.base import Selection
-from ..factors.deferred import Deferred
-from ..factors.rearrange import Cast
-from ..kernels.cross_entropy import logit_gradients
-from ..kernels.norms import wide
+from ...factors import Dense, Factor, Outer, View
+from ...factors.base import Selection
+from ...factors.deferred import Deferred
+from ...factors.rearrange import Cast
+from ...kernels.cross_entropy import logit_gradients
+from ...kernels.norms import wide
+from ..layout import Flow, Outcome
+from ..read.library import BY_ROW, PRECOMPUTED, arguments, ignored_class, rows_at_a_time
+from ..read.site import Site
 from .custom import enter_op
-from .layout import Flow, Outcome
-from .library import BY_ROW, PRECOMPUTED, arguments, ignored_class, rows_at_a_time
-from .ops.dims import keep, only, whole
-from .ops.table import Layouts
-from .site import Site
+from .dims import keep, only, whole
+from .table import Layouts
 from .use import Use
 
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.checkpoint import CheckpointError, CheckpointFunction, checkpoint, set_device_states
 
-from .._errors import UnsupportedError
-from ..python_nodes import node_type_of
+from ..._errors import UnsupportedError
+from ...python_nodes import node_type_of
 from .nodes import NodeSlot
 from .saved import born, in_checkpoint, in_own_task, let_go, metadata
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from ..distributed.wrappers import WRAPPER_FUNCTIONS, passes_on
+from ...distributed.wrappers import WRAPPER_FUNCTIONS, passes_on
 from .library import op_of
 from .saved import function_of, is_custom, is_torchs
 from .traverse import ordered

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from .layout import Block, Layout
+from ..layout import Block, Layout
 from .nodes import NodeSlot
 from .regions import Regions
 from .saved import metadata

@@ -14,11 +14,11 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from .compiled import is_compiled
-from .library import Op as LibraryOp
-from .library import op_of, qualified, registered
-from .ops.table import EVERY, FlowRule, Op, Rule
-from .saved import function_of, is_custom
+from ..read.compiled import is_compiled
+from ..read.library import Op as LibraryOp
+from ..read.library import op_of, qualified, registered
+from ..read.saved import function_of, is_custom
+from .table import EVERY, FlowRule, Op, Rule
 
 __all__ = ["COMPILED", "is_known", "is_vouched_for", "keeps_samples_apart", "taught", "teach"]
 

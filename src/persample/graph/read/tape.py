@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from .._errors import UnsupportedError
-from .layout import Shape
+from ..._errors import UnsupportedError
+from ..layout import Shape
+from ..ops.table import Op, lookup
 from .nodes import NodeSlot, is_leaf, is_opaque, leaf_of, op_name
-from .ops.table import Op, lookup
 from .reentrant import REENTRANT
 from .regions import Regions
 from .saved import is_custom, metadata

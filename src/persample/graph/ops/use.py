@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .layout import Layout, Shape
-from .ops.table import Undecided
-from .sample_rows import SampleRows
-from .site import Site
+from ..layout import Layout, Shape
+from ..read.site import Site
+from ..sample_rows import SampleRows
+from .table import Undecided
 
 
 @dataclass(slots=True)

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from . import saved
-from .layout import Block, Layout, Shape, reshape, same, sample_dims, simplify, strides
-from .nodes import is_opaque
-from .notes import ask
-from .ops.table import lookup
-from .site import Site, Sites, computes_with_data, weights_only
-from .tape import Slot, Tape
+from ..layout import Block, Layout, Shape, reshape, same, sample_dims, simplify, strides
+from ..ops.table import lookup
+from ..read import saved
+from ..read.nodes import is_opaque
+from ..read.notes import ask
+from ..read.site import Site, Sites, computes_with_data, weights_only
+from ..read.tape import Slot, Tape
 
 
 class Below(Enum):

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..kernels.library import is_fused_lstm_backward
+from ...kernels.library import is_fused_lstm_backward
 
 Outputs = tuple[Tensor | None, ...]
 

@@ -8,14 +8,14 @@ from math import prod
 
 from torch import Tensor
 
-from .assign import SampleMap, assign
+from ..locate.follow import SampleMap, assign
+from ..read.nodes import NodeSlot
+from ..read.roots import Roots
+from ..read.site import Sites
+from ..read.tape import Graph, Slot, Tape
+from ..read.traverse import leading_to
 from .bundles import Bundle
-from .gather import Source
-from .nodes import NodeSlot
-from .roots import Roots
-from .site import Sites
-from .tape import Graph, Slot, Tape
-from .traverse import leading_to
+from .watch import Source
 
 
 @dataclass(slots=True)

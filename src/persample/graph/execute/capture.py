@@ -19,24 +19,23 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from ..factors import Dense, Factor, Masked, combine, split
-from . import saved
+from ...factors import Dense, Factor, Masked, combine, split
+from ..layout import Block, Layout, labels
+from ..ops.custom import taught
+from ..ops.recurrence import spared
+from ..ops.use import Use
+from ..read import saved
+from ..read.invoke import call, sum_to
+from ..read.library import unspent
+from ..read.nodes import NodeSlot, is_opaque
+from ..read.roots import Roots
+from ..read.site import Flow, Site
+from ..read.tape import Slot
 from .bundles import Bundle, joined
-from .custom import taught
-from .fallback import push_masked
-from .gather import Births, Gathering, changed_in_place
-from .invoke import call, sum_to
-from .layout import Block, Layout, labels
-from .library import unspent
-from .nodes import NodeSlot, is_opaque
-from .ops.broadcast import by_probe
-from .ops.recurrence import spared
+from .fallback import push_masked, sum_by_probe
 from .plan import CapturePlan
 from .pullback import lifted, pull
-from .roots import Roots
-from .site import Flow, Site
-from .tape import Slot
-from .use import Use
+from .watch import Births, Gathering, changed_in_place
 
 # Called with the factor of one parameter, or of several: their samples are one parameter's after another's.
 Sink = Callable[[Sequence[str], Factor], None]
@@ -190,7 +189,7 @@ class Capture:
             with saved.unpacked_often(use.site.node):
                 return None if known is None else known.factor(use)
         factor = use.site.op.factor(use)
-        return factor if factor is not None or flow is Flow.MIXED else by_probe(use)
+        return factor if factor is not None or flow is Flow.MIXED else sum_by_probe(use)
 
     def _separable_edge(self, use: Use, flow: Layout) -> Factor | None:
         """Part of a sum that is not separable, but this contribution is: compute it whole, once."""

@@ -7,20 +7,20 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from .compiled import is_compiled
+from ..layout import NOBODY, Block, Labels, Layout, Shape, join
+from ..ops.custom import is_known, taught
+from ..ops.dims import only, whole
+from ..ops.table import Op
+from ..read.compiled import is_compiled
+from ..read.library import unspent
+from ..read.nodes import is_opaque
+from ..read.roots import Roots
+from ..read.saved import in_checkpoint
+from ..read.site import Flow, Outcome, Site, Sites, weights_only
+from ..read.tape import Slot, Tape
+from .constants import Below, below_product
 from .contraction import read_contraction
-from .custom import is_known, taught
-from .layout import NOBODY, Block, Labels, Layout, Shape, join
-from .library import unspent
-from .nodes import is_opaque
-from .ops.dims import only, whole
-from .ops.table import Op
 from .probe import probe_call, probe_node, probe_slots
-from .roots import Roots
-from .rows import Below, below_product
-from .saved import in_checkpoint
-from .site import Flow, Outcome, Site, Sites, weights_only
-from .tape import Slot, Tape
 
 _MOST = 65536
 _OUTCOMES: dict[tuple[Op, Shape, Block, Shape], Block | Flow] = {}  # what was found for such an op before

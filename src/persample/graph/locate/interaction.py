@@ -7,15 +7,15 @@ through detached values, or through gates that are zero today.
 
 from __future__ import annotations
 
-from . import saved
-from .assign import SampleMap
-from .layout import Labels, Layout, labels, sample_dims
-from .library import PRECOMPUTED, op_of
-from .nodes import is_opaque
-from .readers import misread
-from .rows import Alignment, Below, goes_by_sample, memory_of_rows
-from .site import Flow, computes_with_data
-from .tape import Tape
+from ..layout import Labels, Layout, labels, sample_dims
+from ..read import saved
+from ..read.library import PRECOMPUTED, op_of
+from ..read.nodes import is_opaque
+from ..read.site import Flow, computes_with_data
+from ..read.tape import Tape
+from .constants import Alignment, Below, goes_by_sample, memory_of_rows
+from .data_rows import misread
+from .follow import SampleMap
 
 
 def interactions(tape: Tape, map: SampleMap, *, thoroughly: bool = False) -> list[str]:

@@ -1,0 +1,1 @@
+"""Finding the samples: where each of them lies in every cotangent, and whether they meet."""
