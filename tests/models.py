@@ -1,8 +1,8 @@
 """Small models that many tests use, and a loss for each of their samples.
 
-A model is made from its own seed, in float64 unless told otherwise, and leaves the random numbers of the test alone.
-`..._and_losses(B)` is a `Program`: a model, and a function that runs it on B samples, always the same ones, and
-returns their losses (B,). A test whose model is its point defines it itself.
+Functions make a model from its own seed, in float64 unless told otherwise, and leave the random numbers of the test
+alone; classes are made as any other module. `..._and_losses(B)` is a `Program`: a model, and a function that runs it on
+B samples, always the same ones, and returns their losses (B,). A test whose model is its point defines it itself.
 """
 
 from __future__ import annotations
@@ -63,6 +63,23 @@ class Recurrent(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         states: Tensor = self.lstm(x)[0]
         return states
+
+
+class Transformer(nn.Module):
+    """Ids (B, T) -> scores of all words (B, T, words): words and places are embedded, attended to and scored."""
+
+    def __init__(self, words: int, T: int, width: int, causal: bool = False) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(words, width), nn.Embedding(T, width)
+        self.layer = nn.TransformerEncoderLayer(width, 2, 2 * width, dropout=0.0, batch_first=True)
+        self.head, self.causal = nn.Linear(width, words), causal
+
+    def forward(self, ids: Tensor) -> Tensor:
+        T = ids.shape[1]
+        mask = nn.Transformer.generate_square_subsequent_mask(T) if self.causal else None
+        h = self.layer(self.words(ids) + self.places(torch.arange(T)), src_mask=mask, is_causal=self.causal)
+        scores: Tensor = self.head(h)
+        return scores
 
 
 class EveryForm(nn.Module):

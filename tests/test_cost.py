@@ -38,11 +38,8 @@ def resnet(B: int, T: int) -> tuple[nn.Module, Tensor]:
 
 
 def transformer(B: int, T: int) -> tuple[nn.Module, Tensor]:
-    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-    net = nn.ModuleList([nn.Embedding(11, 8), nn.Embedding(T, 8), layer, nn.Linear(8, 11)])
-    ids = torch.randint(11, (B, T))
-    logits = net[3](net[2](net[0](ids) + net[1](torch.arange(T))))
-    return net, F.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="none").view(B, T).mean(1)
+    net, ids = models.Transformer(words=11, T=T, width=8), torch.randint(11, (B, T))
+    return net, F.cross_entropy(net(ids).flatten(0, 1), ids.flatten(), reduction="none").view(B, T).mean(1)
 
 
 def recurrent(kind: type[nn.Module]) -> Network:

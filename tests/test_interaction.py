@@ -128,15 +128,8 @@ def batch_norm_in_eval_mode() -> Program:
 @apart
 def transformer() -> Program:
     """As many positions as samples, heads times width and vocabulary divisible by them."""
-    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
-    net = nn.ModuleDict({"tok": nn.Embedding(8, 4), "pos": nn.Embedding(B, 4), "layer": layer, "head": nn.Linear(4, 8)})
-    ids, mask = torch.randint(8, (B, B)), nn.Transformer.generate_square_subsequent_mask(B)
-
-    def losses() -> Tensor:
-        h = net["layer"](net["tok"](ids) + net["pos"](torch.arange(B)), src_mask=mask, is_causal=True)
-        return F.cross_entropy(net["head"](h).mT, ids, reduction="none").mean(1)
-
-    return net, losses
+    net, ids = models.Transformer(words=8, T=B, width=4, causal=True), torch.randint(8, (B, B))
+    return net, lambda: F.cross_entropy(net(ids).mT, ids, reduction="none").mean(1)
 
 
 @apart

@@ -21,6 +21,7 @@ from persample import dp
 from persample.dp import private as module
 from tests.dp.helpers import dataset, flat, losses_of, network, plan, private
 from tests.dp.noises import advance, distinct, drawn, noisy_run, said_by_child
+from tests.models import mlp
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning"),  # of Python 3.12
@@ -267,7 +268,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "noise": {"noise_multiplier": 2.0},
     "length": {"steps": 7},
     "batch size": {"batch_size": 13},
-    "model": {"model": nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))},
+    "model": {"model": mlp(5, 8, 3, dtype=torch.float32)},
 }
 
 

@@ -19,6 +19,7 @@ import persample as ps
 from persample import dp
 from tests.dp.crash import STEPS, WHERE
 from tests.dp.helpers import WIDTH, dataset, flat, losses_of, network, plan, private
+from tests.models import mlp
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,7 +55,7 @@ def test_a_run_goes_on_from_a_file(tmp_path: Path) -> None:
     trained = private(model, optimizer=torch.optim.Adam(model.parameters(), lr=0.1, betas=(0.8, 0.9)))
     train(trained, 3)
     trained.save(path)
-    model2 = nn.Sequential(nn.Linear(WIDTH, 7), nn.Tanh(), nn.Linear(7, 3))
+    model2 = mlp(WIDTH, 7, 3, dtype=torch.float32, seed=9)
     optimizer2 = torch.optim.Adam(model2.parameters(), lr=7.0)
     resumed = private(model2, optimizer=optimizer2)
     resumed.resume(path)

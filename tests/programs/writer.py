@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from . import vocabulary
 from .values import Value, changes
+from .weights import COMPUTED, changed
 
 T = TypeVar("T")
 MOST = 300  # elements of a value
@@ -224,43 +225,10 @@ class Writer:
     def weight(self, *dims: int | str) -> str:
         """A parameter, or something computed from parameters alone."""
         sizes = [str(n) for n in dims]
-        shape = [eval(n, self.env) for n in sizes]
         if self.chance(0.72) or not sizes:
             return self.leaf(*sizes)
-        kind = self.whole(0, 16)
-        if kind == 0 and len(sizes) == 2:
-            return f"{self.leaf(sizes[1], sizes[0])}.t()"
-        if kind == 1 and len(sizes) >= 2:
-            return f"({self.leaf(*sizes[:-1], '2')} @ {self.leaf(*sizes[:-2], '2', sizes[-1])})"
-        if kind == 2:
-            return f"{self.leaf(f'{sizes[0]} + 1', *sizes[1:])}[1:]"
-        if kind == 3:
-            return f"{self.leaf(*sizes)}.flip(0)"
-        if kind == 4:
-            return f"{self.leaf(' * '.join(sizes))}.view({', '.join(sizes)})"
-        if kind == 5:
-            return f"torch.cat([{self.leaf('1', *sizes[1:])}, {self.leaf(*sizes)}])[1:]"
-        if kind == 6:
-            return f"{self.leaf('1', *sizes[1:])}.expand({', '.join(sizes)})"
-        if kind == 7:
-            return f"F.normalize({self.leaf(*sizes)}, dim=0)"
-        if kind == 8:
-            mask = self.named("c", f"draw({', '.join(sizes)}) > 0")
-            return f"({self.leaf(*sizes)} * {mask})"
-        if kind == 9:
-            return f"{self.leaf('4', *sizes[1:])}[torch.tensor({[self.whole(0, 3) for _ in range(shape[0])]})]"
-        if kind == 10:
-            return f"{self.leaf(*sizes)}.contiguous().clone()"
-        if kind == 11:
-            return f"({self.leaf(*sizes)} + {self.leaf(*sizes)})"
-        if kind == 12:
-            return f"draw({', '.join(sizes)})"  # frozen
-        if kind == 13:
-            a, b = self.leaf(*sizes), self.leaf(*sizes[:-1], "1")
-            return f"({a} / ({a}.square().sum(-1, keepdim=True) + 1).sqrt() * {b})"
-        return self.leaf(*sizes) + self.pick(
-            [".tanh()", ".mul(0.5)", ".detach()", ".float().to(torch.get_default_dtype())"]
-        )
+        ranks, computed = self.pick(COMPUTED)
+        return computed(self, sizes) if len(sizes) in ranks else changed(self, sizes)
 
     def maybe(self, *dims: int | str) -> str:
         """A weight or None."""
