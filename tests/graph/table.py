@@ -15,7 +15,7 @@ from persample.graph import ops
 from persample.graph.ops.table import UNKNOWN, Op, entries, named
 
 FOLDER = Path(ops.__file__).parent
-NO_FAMILIES = {"__init__", "table", "dims", "broadcast"}  # files of the folder without entries
+NO_FAMILIES = set("__init__ answers broadcast custom dims fused table use".split())  # files without entries
 FIELDS = tuple(field.name for field in fields(Op) if field.name != "name")
 
 
@@ -42,10 +42,11 @@ def families() -> dict[str, list[str]]:
 
 
 def entered(tree: ast.Module) -> Iterator[ast.Constant]:
-    """The first arguments of all calls that stand by themselves in a module: the names of its entries."""
-    for statement in tree.body:
-        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call) and statement.value.args:
-            first = statement.value.args[0]
+    """The first arguments of all calls of ``op`` in a module: the names of its entries."""
+    calls = [statement.value for statement in tree.body if isinstance(statement, ast.Expr)]
+    for call in calls:
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "op":
+            first = call.args[0]
             assert isinstance(first, ast.Constant), "names of ops are written out"
             assert isinstance(first.value, str)
             yield first
