@@ -42,11 +42,9 @@ def families() -> dict[str, list[str]]:
 
 
 def entered(tree: ast.Module) -> Iterator[ast.Constant]:
-    """The first arguments of all calls of ``op`` in a module: the names of its entries."""
-    calls = [statement.value for statement in tree.body if isinstance(statement, ast.Expr)]
-    for call in calls:
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "op":
-            first = call.args[0]
-            assert isinstance(first, ast.Constant), "names of ops are written out"
-            assert isinstance(first.value, str)
-            yield first
+    """The first arguments of all calls that stand by themselves in a module, if written out: the names of entries."""
+    for statement in tree.body:
+        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call) and statement.value.args:
+            first = statement.value.args[0]
+            if isinstance(first, ast.Constant) and isinstance(first.value, str):
+                yield first
