@@ -93,7 +93,7 @@ def test_unfolded_images_are_not_probed() -> None:
     w = parameter(1, 1, 4, 4)
     image = torch.ones(3, 2, 4, 4, dtype=torch.float64)
     found = plan(Roots.of_losses(F.unfold(image * w, 2).square().sum((1, 2))), [w])
-    assert not found.map.probed
+    assert not found.samples.probed
 
 
 def test_module_hooks_below_an_interaction_are_refused() -> None:

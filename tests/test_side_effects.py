@@ -212,7 +212,7 @@ def test_generators_are_untouched(program: Callable[..., Program]) -> None:
 
 def test_the_shuffled_program_is_probed() -> None:
     model, forward = shuffled()
-    assert plan(Roots.of_losses(forward()), list(model.parameters())).map.probed
+    assert plan(Roots.of_losses(forward()), list(model.parameters())).samples.probed
 
 
 @every_program

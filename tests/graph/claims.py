@@ -30,12 +30,12 @@ def refuted_cotangents(plan: CapturePlan, losses: Tensor, floor: float = 0.0) ->
 
     Gradients up to `floor` are passed over: what a real backward shows below a custom function may be rounding noise.
     """
-    tape, map = plan.tape, plan.map
+    tape, samples = plan.tape, plan.samples
     every = [(node, nr) for node in tape.order for nr in range(len(tape.shapes(node)))]
-    slots = [slot for slot in every if not isinstance(map.cotangents.get(slot), Flow)]
+    slots = [slot for slot in every if not isinstance(samples.cotangents.get(slot), Flow)]
     if not slots:
         return []
-    claims = [map.cotangents.get(slot) for slot in slots]
+    claims = [samples.cotangents.get(slot) for slot in slots]
     edges = [GradientEdge(*tape.graph.at(slot)) for slot in slots]
     refuted = {}
     for i in some_samples(len(losses)):
@@ -53,13 +53,13 @@ def refuted_flows(plan: CapturePlan) -> list[str]:
     The probe's answer is held against this, and the rule's where the plan goes by a rule.
     """
     refuted = []
-    for site, layouts in _separable(plan.map):
+    for site, layouts in _separable(plan.samples):
         if _seen_before(plan, site, layouts):
             continue
-        answers = {"probe": probe_node(site, layouts, plan.map.batch)}
-        if site.index not in plan.map.probed:
-            answers["rule"] = [plan.map.flows.get((site.index, k)) for k in range(len(site.edges))]
-        for i in some_samples(plan.map.batch):
+        answers = {"probe": probe_node(site, layouts, plan.samples.batch)}
+        if site.index not in plan.samples.probed:
+            answers["rule"] = [plan.samples.flows.get((site.index, k)) for k in range(len(site.edges))]
+        for i in some_samples(plan.samples.batch):
             for k, g in _outputs(site, layouts, i).items():
                 for who, outcomes in answers.items():
                     if why := _refutes(outcomes[k], g, i):
@@ -97,7 +97,7 @@ def _seen_before(plan: CapturePlan, site: Site, layouts: Sequence[Layout | None]
     key = (site.name, site.shapes, *targets, str(layouts), *_numbers(site.node))
     seen = key in _SEEN
     _SEEN.add(key)
-    return seen and site.index not in plan.map.probed and site.name not in READS_INDEX
+    return seen and site.index not in plan.samples.probed and site.name not in READS_INDEX
 
 
 READS_INDEX = frozenset("Index UnsafeIndex IndexSelect Embedding EmbeddingBag IndexAdd IndexCopy".split())
@@ -119,12 +119,12 @@ def _saved_names(kind: type[Node]) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_saved_") and name not in tensors)
 
 
-def _separable(map: SampleMap) -> Iterator[tuple[Site, Sequence[Layout | None]]]:
-    for number, site in map.sites.items():
+def _separable(samples: SampleMap) -> Iterator[tuple[Site, Sequence[Layout | None]]]:
+    for number, site in samples.sites.items():
         node = site.node
-        if number in map.batched or is_leaf(node) or not _built_in(node) or in_checkpoint(node):
+        if number in samples.batched or is_leaf(node) or not _built_in(node) or in_checkpoint(node):
             continue
-        layouts = map.layouts(number)
+        layouts = samples.layouts(number)
         if any(layout is not None for layout in layouts):
             yield site, layouts
 

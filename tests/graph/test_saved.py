@@ -308,15 +308,15 @@ def _assert_saved(node: Node, name: str, want: Any) -> None:
     elif want is Tensor:
         assert isinstance(saved.tensor(node, name), Tensor), name
     elif isinstance(want, tuple) and any(isinstance(v, Tensor) for v in want):
-        found = saved.value(node, name)
+        found = saved.read(node, name)
         assert len(found) == len(want), name
         assert all(a is b is None or torch.equal(a, b) for a, b in zip(found, want, strict=True)), name
     elif isinstance(want, tuple):
-        assert saved.numbers(node, name) == want, name
+        assert tuple(saved.signed(int(n)) for n in saved.read(node, name)) == want, name
     elif type(want) is int:
-        assert saved.number(node, name) == want, name
+        assert saved.signed(int(saved.read(node, name))) == want, name
     else:
-        found = saved.value(node, name)
+        found = saved.read(node, name)
         assert type(found) is type(want), name
         assert found == want, name
 

@@ -119,7 +119,7 @@ def _used_with_data(tape: Tape, tops: set[int]) -> bool:
 def located(made: CapturePlan, slot: NodeSlot) -> Layout | Flow | None:
     """Where a plan has the samples of a tensor; None if it does not come to it."""
     numbered = made.tape.graph.slot(slot)
-    return None if numbered is None else made.map.cotangents.get(numbered)
+    return None if numbered is None else made.samples.cotangents.get(numbered)
 
 
 def counts_positions(slot: NodeSlot) -> bool:

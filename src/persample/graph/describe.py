@@ -82,8 +82,8 @@ def describe(losses: Tensor, params: Mapping[str, Tensor]) -> tuple[list[Handlin
     rows: dict[str, list[Handling]] = {name: [] for name in params}
     for site, k, how in capture.record:
         layout = "shared by all samples"
-        if site.index not in found.map.batched:
-            layouts = found.map.layouts(site.index)
+        if site.index not in found.samples.batched:
+            layouts = found.samples.layouts(site.index)
             shown = next(nr for nr, lay in enumerate(layouts) if lay is not None)
             layout = in_words(layouts[shown], site.shapes[shown])
         slot = site.edges[k]
@@ -93,7 +93,7 @@ def describe(losses: Tensor, params: Mapping[str, Tensor]) -> tuple[list[Handlin
                 rows[name].append(Handling(name, _shown(site.node), ", ".join(via), layout, how))
     for node, _ in found.requested:
         if found.tape.is_leaf(node):
-            layout = in_words(found.map.layouts(node)[0], found.tape.shapes(node)[0])
+            layout = in_words(found.samples.layouts(node)[0], found.tape.shapes(node)[0])
             for name in capture.names[id(found.tape.graph.leaves[node])]:
                 rows[name].append(
                     Handling(name, found.tape.name(node), "", layout, "separable: every element is one sample's")

@@ -135,7 +135,7 @@ def planned(
         made = plan(roots, tensors, ordinary, graph=graph)
         check_reached(made.tape, params)
         _refuse_module_hooks(made)
-        whole, everywhere = _looked_at(roots, made) if independent else (made.tape, made.map)
+        whole, everywhere = _looked_at(roots, made) if independent else (made.tape, made.samples)
         meeting = interactions(whole, everywhere, thoroughly=independent)
         unseen = _unseen(whole) if independent else []
         if not meeting:
@@ -163,7 +163,7 @@ def whole_graph(roots: Roots, made: CapturePlan) -> tuple[Tape, SampleMap]:
     """All of a graph, and where samples lie in it; leaves nobody asked for may be data, if they are no parameters."""
     roots.regions.refuse_taken()
     if not made.tape.others:
-        return made.tape, made.map
+        return made.tape, made.samples
     leaves = made.tape.graph.leaves
     tape = roots.tape(leaves.values(), made.tape.graph)
     tape.data = {n for n in made.tape.others if not isinstance(leaves[n], torch.nn.Parameter)}
@@ -176,10 +176,10 @@ def whole_graph(roots: Roots, made: CapturePlan) -> tuple[Tape, SampleMap]:
     return tape, there
 
 
-def _leaves_by_sample(tape: Tape, map: SampleMap) -> set[int]:
+def _leaves_by_sample(tape: Tape, samples: SampleMap) -> set[int]:
     """Leaves that may be data, and of which an op uses the samples apart: these are."""
     leaves = set()
-    for (node, k), flow in map.flows.items():
+    for (node, k), flow in samples.flows.items():
         slot = tape.edges[node][k]
         if slot is not None and slot[0] in tape.data and isinstance(flow, Layout):
             leaves.update([slot[0]] if sample_dims(flow, tape.shape(slot)) else [])
@@ -218,7 +218,7 @@ def check_reached(tape: Tape, params: Mapping[str, Tensor]) -> None:
 
 def _refuse_module_hooks(made: CapturePlan) -> None:
     """Nodes below an interaction are called by hand, and their hooks are not."""
-    called = [*made.map.batched, *[node for use in made.uses for node in use.nodes]]
+    called = [*made.samples.batched, *[node for use in made.uses for node in use.nodes]]
     if any(is_torchs(made.tape.node(node), "BackwardHookFunction") for node in called):
         raise UnsupportedError(
             "a module has full backward hooks (register_full_backward_hook) at a place where cotangents are pulled "

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..layout import Block
 from ..read.notes import unnoted
-from ..read.saved import has, in_checkpoint, metadata, tensor, value
+from ..read.saved import has, in_checkpoint, metadata, read, tensor
 from ..read.tape import Tape
 from .watch import Watch
 
@@ -113,7 +113,7 @@ def _kind(plan: CapturePlan, use: Bundle) -> Hashable:
     if op.rowwise is None:
         return None
     reads, options = op.rowwise.reads, op.rowwise.options
-    layout, size = plan.map.cotangents.get((number, 0)), prod(shapes[0])
+    layout, size = plan.samples.cotangents.get((number, 0)), prod(shapes[0])
     whole_rows = size and isinstance(layout, Block) and layout.inner % prod(shapes[0][1:]) == 0
     if not whole_rows or not reads.keys() >= set(use.outputs) or size > _LARGEST or in_checkpoint(node):
         return None
@@ -125,7 +125,7 @@ def _kind(plan: CapturePlan, use: Bundle) -> Hashable:
         ways.append((k, len(views), tape.shapes(leaf), metadata(tape.node(leaf))[0].dtype))
     below = tape.edges[number][0]
     given = None if below is None else tape.shape(below)  # the input's, if it was computed from parameters
-    return op, shapes, given, layout, tuple(ways), tuple([value(node, o) for o in options if has(node, o)])
+    return op, shapes, given, layout, tuple(ways), tuple([read(node, o) for o in options if has(node, o)])
 
 
 def _only_way(plan: CapturePlan, number: int, k: int) -> Iterator[int]:

@@ -22,7 +22,6 @@ from torch import Tensor
 from ...factors import Dense, Factor, Masked, combine, split
 from ..layout import Block, Layout, labels
 from ..ops.custom import taught
-from ..ops.recurrence import spared
 from ..ops.use import Use
 from ..read import saved
 from ..read.invoke import call, sum_to
@@ -52,7 +51,7 @@ class Capture:
         sink: Sink,
         ordinary: Sequence[NodeSlot] = (),
     ) -> None:
-        self.plan, self.tape, self.map, self.roots = plan, plan.tape, plan.map, roots
+        self.plan, self.tape, self.samples, self.roots = plan, plan.tape, plan.samples, roots
         self.sink = sink
         self.ordinary = ordinary  # where ordinary gradients are wanted
         self.gradients: tuple[Tensor | None, ...] = (None,) * len(ordinary)  # what was found there
@@ -127,14 +126,15 @@ class Capture:
         use = self.pending.pop(number, None)
         if use is None:
             return None
-        layouts = self.map.layouts(number)
+        layouts = self.samples.layouts(number)
         cotangents = [None if layout is None else g for g, layout in zip(grads, layouts, strict=True)]
-        site, factors, instead = self.map.sites[number], dict[int, Factor](), None
+        site, factors, instead = self.samples.sites[number], dict[int, Factor](), None
         if any(g is not None for g in cotangents):
             known = [None if g is None else layout for g, layout in zip(cotangents, layouts, strict=True)]
             self._read_ahead(site)
-            factors = self._factors(site, use.outputs, cotangents, known, self.map.batch)
-            instead = spared(site, grads, self.ordinary)
+            factors = self._factors(site, use.outputs, cotangents, known, self.samples.batch)
+            if site.op.instead is not None:
+                instead = site.op.instead(site, grads, self.ordinary)
             site.forget()
         for k in use.outputs:
             self._add([site.edges[k]], factors.get(k))
@@ -144,7 +144,7 @@ class Capture:
         """Turn the cotangents of ops that are alike, by their places in the bundle, into factors as if of one op."""
         if not cotangents:
             return
-        site, (layout, *_) = self.map.sites[use.nodes[0]], self.map.layouts(use.nodes[0])
+        site, (layout, *_) = self.samples.sites[use.nodes[0]], self.samples.layouts(use.nodes[0])
         assert isinstance(layout, Block)
         rounds = prod(site.shapes[0]) // (layout.batch * layout.inner)
         site.recomputed = use.saved_rows(list(cotangents), rounds)
@@ -171,7 +171,7 @@ class Capture:
                 self._watch(factor.tensors)
                 self.record.append((site, k, f"rule: {type(factor).__name__}"))
         slow = [k for k in outputs if k not in factors]
-        if slow and batch != self.map.batch:
+        if slow and batch != self.samples.batch:
             raise LookupError(f"the rule for {site.name} gave nothing for uses that are alike")
         if slow:
             for k in slow:
@@ -181,7 +181,7 @@ class Capture:
         return factors
 
     def _by_rule(self, use: Use) -> Factor | None:
-        flow = self.map.flows[use.site.index, use.k]
+        flow = self.samples.flows[use.site.index, use.k]
         if isinstance(flow, Layout):
             return self._separable_edge(use, flow)
         if is_opaque(use.site.node):
@@ -205,7 +205,7 @@ class Capture:
         site.recomputed = saved.read_ahead(site.node)
         for number, use in self.pending.items():
             if not use.passed and saved.is_recomputed(self.tape.node(number)):
-                self.map.sites[number].recomputed = saved.read_last(self.tape.node(number))
+                self.samples.sites[number].recomputed = saved.read_last(self.tape.node(number))
 
     # From a factor to the parameter.
 
@@ -231,7 +231,7 @@ class Capture:
         if self.tape.is_leaf(first):
             self._deliver(nodes, self._take((first, 0)))
             return []
-        site = self.map.sites[first]
+        site = self.samples.sites[first]
         if not any((first, nr) in self.terms for nr in range(len(site.shapes))):
             return [([slot], None) for _, slot in site.outputs]
         if len(site.edges) == len(site.shapes) == 1:
@@ -256,15 +256,15 @@ class Capture:
             self._consume(number, [cotangents.pop((number, nr), None) for nr in range(count)])
         for slot in self.plan.requested:
             if self.tape.is_leaf(slot[0]):
-                g, layout = cotangents.get(slot), self.map.cotangents[slot]
+                g, layout = cotangents.get(slot), self.samples.cotangents[slot]
                 assert isinstance(layout, Layout)
                 self._add([slot], None if g is None else _masked(g, layout))
         while self.held:
-            self._pull(self.map.sites[self.held.pop()])
+            self._pull(self.samples.sites[self.held.pop()])
 
     def _pull(self, site: Site) -> None:
         """Through an op that all samples share, B cotangents at a time."""
-        factors, slow = pull(site, [self._take((site.index, nr)) for nr in range(len(site.shapes))], self.map.batch)
+        factors, slow = pull(site, [self._take((site.index, nr)) for nr in range(len(site.shapes))], self.samples.batch)
         for k, slot in site.outputs:
             if slow and k in factors:
                 self._note_slow(site, k, self.slow_below)
@@ -296,7 +296,7 @@ class Capture:
 
     def _note_slow(self, site: Site, k: int, notes: dict[tuple[str, str], str]) -> None:
         """Remember to say that this op was slow, once per parameter."""
-        self.record.append((site, k, f"fallback: {self.map.batch} calls of the node"))
+        self.record.append((site, k, f"fallback: {self.samples.batch} calls of the node"))
         slot = site.edges[k]
         assert slot is not None
         leaves = [n for n in self.tape.below(slot[0]) if self.tape.is_leaf(n)]
@@ -305,7 +305,7 @@ class Capture:
                 (site.name, name),
                 f"persample has no fast rule for {site.name} on its way to parameter {name!r} "
                 f"(cotangents of shape {[tuple(s) for s in site.shapes]}, output {k}): the answer is exact, but "
-                f"{self.map.batch} samples go through this op one at a time.",
+                f"{self.samples.batch} samples go through this op one at a time.",
             )
 
 

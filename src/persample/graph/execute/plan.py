@@ -23,7 +23,7 @@ class CapturePlan:
     """All in numbers of nodes, so that it serves every graph of the same form."""
 
     tape: Tape
-    map: SampleMap
+    samples: SampleMap
     uses: list[Bundle] = field(default_factory=list)  # where samples meet shared tensors: factors are made here
     requested: list[Slot] = field(default_factory=list)  # cotangents that the engine is to return
     sources: list[Source] = field(default_factory=list)  # the outputs of nodes that these come from
@@ -35,20 +35,20 @@ class CapturePlan:
         graph.shapes = self.tape.graph.shapes
         tape = replace(self.tape, graph=graph)
         uses = [use if len(use.nodes) == 1 else use.reading(tape) for use in self.uses]
-        return replace(self, tape=tape, map=replace(self.map, sites=Sites(tape)), uses=uses)
+        return replace(self, tape=tape, samples=replace(self.samples, sites=Sites(tape)), uses=uses)
 
     def without_tensors(self) -> CapturePlan:
         """What there is to remember: numbers and shapes, and layouts only where factors are made."""
         used = {node for bundle in self.uses for node in bundle.nodes}
         asked = used | {node for node, _ in self.requested}
-        samples = self.map
+        samples = self.samples
         cotangents = {slot: state for slot, state in samples.cotangents.items() if slot[0] in asked}
         flows = {use: state for use, state in samples.flows.items() if use[0] in used}
         graph = self.tape.graph
         bare = Graph([], [], dict.fromkeys(graph.leaves), {}, graph.starts, None, graph.shapes)  # type: ignore[arg-type]
         tape = replace(self.tape, graph=bare)
         uses = [replace(use, saved=()) for use in self.uses]
-        return replace(self, tape=tape, map=SampleMap(samples.batch, Sites(tape), cotangents, flows), uses=uses)
+        return replace(self, tape=tape, samples=SampleMap(samples.batch, Sites(tape), cotangents, flows), uses=uses)
 
 
 def plan(
@@ -80,7 +80,7 @@ def _choose(plan: CapturePlan, onward: Collection[int]) -> None:
 
     It passes where something requested lies below, or one of the nodes that lead ``onward``.
     """
-    tape, cotangents, batched, flows = plan.tape, plan.map.cotangents, plan.map.batched, plan.map.flows
+    tape, cotangents, batched, flows = plan.tape, plan.samples.cotangents, plan.samples.batched, plan.samples.flows
     passed: set[int] = set()  # nodes from which the engine goes on to something requested
     for node in reversed(tape.order):
         if node in batched:
@@ -110,9 +110,9 @@ def _choose(plan: CapturePlan, onward: Collection[int]) -> None:
 def _contributions(plan: CapturePlan) -> dict[int, int]:
     """For the node of every shared tensor, and of every leaf that holds samples, how many contributions come to it."""
     edges = plan.tape.edges
-    counts = dict.fromkeys(plan.map.batched, 0)
+    counts = dict.fromkeys(plan.samples.batched, 0)
     crossing = [edges[node][k] for use in plan.uses for node in use.nodes for k in use.outputs]
-    for slot in [*crossing, *[slot for node in plan.map.batched for slot in edges[node]]]:
+    for slot in [*crossing, *[slot for node in plan.samples.batched for slot in edges[node]]]:
         if slot is not None:
             counts[slot[0]] += 1
     counts.update({node: 1 for node, _ in plan.requested if plan.tape.is_leaf(node)})
@@ -121,6 +121,6 @@ def _contributions(plan: CapturePlan) -> dict[int, int]:
 
 def _activations(plan: CapturePlan) -> int:
     """The results of all ops on samples that are not views."""
-    nodes = [n for n in plan.tape.order if n not in plan.map.batched]
+    nodes = [n for n in plan.tape.order if n not in plan.samples.batched]
     nodes = [n for n in nodes if not (plan.tape.op(n).view or plan.tape.op(n).shares_memory)]
     return sum([prod(shape) for node in nodes for shape in plan.tape.shapes(node)])

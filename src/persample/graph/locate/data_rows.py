@@ -20,44 +20,44 @@ from .constants import constant_dims
 from .follow import SampleMap
 
 
-def misread(tape: Tape, map: SampleMap) -> list[str]:
+def misread(tape: Tape, samples: SampleMap) -> list[str]:
     """Ops whose rows of data are read by several samples, or by other ones than elsewhere."""
     found, order = [], None
-    for site, mark, dims in _given_data(tape, map):
-        if _is_shared(mark, site.shapes[0], dims, map.batch):
+    for site, mark, dims in _given_data(tape, samples):
+        if _is_shared(mark, site.shapes[0], dims, samples.batch):
             found.append(site.name)
             continue
-        read = _one_each(mark, dims, map.batch)
+        read = _one_each(mark, dims, samples.batch)
         if read is not None:
             found += [site.name] if order is not None and not torch.equal(read, order) else []
             order = read if order is None else order
     return found
 
 
-def _given_data(tape: Tape, map: SampleMap) -> Iterator[tuple[Site, Tensor, list[int]]]:
+def _given_data(tape: Tape, samples: SampleMap) -> Iterator[tuple[Site, Tensor, list[int]]]:
     """Separable ops with a weight and data: whose their results are, and the dims of these that the data have."""
     for node in tape.order:
-        layout = map.cotangents.get((node, 0))
-        if node in map.batched or not isinstance(layout, Layout) or not _takes_data(map, tape, node):
+        layout = samples.cotangents.get((node, 0))
+        if node in samples.batched or not isinstance(layout, Layout) or not _takes_data(samples, tape, node):
             continue
-        site = map.sites[node]
+        site = samples.sites[node]
         shape = site.shapes[0]
         brought = range(len(shape)) if site.op.convolution else constant_dims(site.node, shape)
         dims = [d for d in brought if shape[d] > 1]  # channels of a convolution are its groups' own affair
         if site.op.read_dims is not None:
             dims = [d for d in dims if d < len(shape) - 1]  # the last one is the table's
-        if any(shape[d] % map.batch == 0 for d in dims):
+        if any(shape[d] % samples.batch == 0 for d in dims):
             yield site, labels(layout, shape), dims
 
 
-def _takes_data(map: SampleMap, tape: Tape, node: int) -> bool:
+def _takes_data(samples: SampleMap, tape: Tape, node: int) -> bool:
     op = tape.op(node)
     if op.read_dims is not None:
-        return map.sites[node].edges[0] is not None and map.sites[node].is_weight(0)
+        return samples.sites[node].edges[0] is not None and samples.sites[node].is_weight(0)
     if node not in tape.fed:
         return False
     if op.product is not None:
-        site = map.sites[node]
+        site = samples.sites[node]
         return any(site.edges[k] is not None and site.is_weight(k) for k in op.product.operands)
     return op.mixed_dims is not None and tape.edges[node][0] is None
 

@@ -67,7 +67,7 @@ class _Assignment:
 
     def __init__(self, tape: Tape, roots: Roots) -> None:
         self.tape, self.roots = tape, roots
-        self.map = SampleMap(roots.batch, Sites(tape))
+        self.samples = SampleMap(roots.batch, Sites(tape))
         self.came: dict[int, list[Tensor | None]] = {}  # cotangents of this call, where nodes were asked with them
         self.final: dict[Slot, Outcome] = {}  # cotangents of which a real backward showed the whole sum
 
@@ -76,7 +76,7 @@ class _Assignment:
             slot = self.tape.graph.slot(place)
             if slot is not None and slot[0] in self.tape.edges:
                 self._merge(slot, layout)
-        cotangents, batched = self.map.cotangents, self.map.batched
+        cotangents, batched = self.samples.cotangents, self.samples.batched
         for node in self.tape.order:
             shapes = self.tape.shapes(node)
             states = [cotangents.get((node, nr)) for nr in range(len(shapes))]
@@ -88,22 +88,22 @@ class _Assignment:
             elif not self.tape.is_leaf(node) and any(
                 state is not None and 0 not in shape for state, shape in zip(states, shapes, strict=True)
             ):  # a cotangent without elements carries nothing
-                self._flow(self.map.sites[node], states)  # type: ignore[arg-type]
-        return self.map
+                self._flow(self.samples.sites[node], states)  # type: ignore[arg-type]
+        return self.samples
 
     def _flow_by_shape(self, node: int, shape: Shape, layout: Block) -> bool:
         """The common case, remembered: ops whose flow depends on shapes alone; False if this is not one."""
         op = self.tape.op(node)
         if not op.by_shape or 0 in shape:
             return False
-        flows, cotangents = self.map.flows, self.map.cotangents
+        flows, cotangents = self.samples.flows, self.samples.cotangents
         for k, slot in enumerate(self.tape.edges[node]):
             if slot is None:
                 continue
             key = (op, shape, layout, self.tape.shape(slot))
             outcome = _OUTCOMES.get(key)
             if outcome is None:
-                found = self._by_rule(self.map.sites[node], k, [layout])
+                found = self._by_rule(self.samples.sites[node], k, [layout])
                 if found is None or found is Flow.PROBE or isinstance(found, Labels):
                     return False
                 if len(_OUTCOMES) >= _MOST:
@@ -127,7 +127,7 @@ class _Assignment:
                 outcome = self._by_rule(site, k, layouts)
             if outcome is Flow.PROBE:
                 outcome = self._by_data(site, k, slot, layouts, asked)
-            self.map.flows[site.index, k] = outcome
+            self.samples.flows[site.index, k] = outcome
             self._merge(slot, outcome)
 
     def _by_data(
@@ -138,29 +138,29 @@ class _Assignment:
             return Flow.SHARED
         if site.op.product is not None and not is_opaque(site.node):
             return self._by_product(site, k, layouts)
-        self.map.probed.add(site.index)
+        self.samples.probed.add(site.index)
         if is_opaque(site.node) and not is_compiled(site.node):
             return self._by_function(site, k, slot, layouts, asked)
         if not asked:
-            asked += probe_node(site, layouts, self.map.batch)
+            asked += probe_node(site, layouts, self.samples.batch)
         if asked[k] is not Flow.MIXED or self.compiled:
             return asked[k]
         # Samples could meet here; do they in this call, or are they kept apart by zeros in the cotangent?
-        return probe_call(site, self._cotangents(site), layouts, self.map.batch)[k]
+        return probe_call(site, self._cotangents(site), layouts, self.samples.batch)[k]
 
     def _by_product(self, site: Site, k: int, layouts: Sequence[Layout | None]) -> Outcome:
         """Where samples go in a product that contracts them: its other operand was saved, and can be read."""
-        origin = below_product(self.tape, self.map.sites, site, k, self.map.batch, self.map.sizes())
+        origin = below_product(self.tape, self.samples.sites, site, k, self.samples.batch, self.samples.sizes())
         if origin is Below.WEIGHTS:
             return Flow.SHARED  # not one sample's in any case
-        self.map.probed.add(site.index)
+        self.samples.probed.add(site.index)
         layout, hidden = only(layouts), in_checkpoint(site.node)
-        outcome = probe_node(site, layouts, self.map.batch)[k] if hidden else read_contraction(site, k, layout)
+        outcome = probe_node(site, layouts, self.samples.batch)[k] if hidden else read_contraction(site, k, layout)
         if outcome is not Flow.MIXED or self.compiled:
             return outcome
         given = self._cotangents(site)
         if hidden:
-            outcome = probe_call(site, given, layouts, self.map.batch)[k]
+            outcome = probe_call(site, given, layouts, self.samples.batch)[k]
         else:
             outcome = None if given[0] is None else read_contraction(site, k, layout, given[0])
         return Flow.SHARED if outcome is Flow.MIXED and origin is Below.ALIGNED else outcome
@@ -173,7 +173,7 @@ class _Assignment:
         if any(g is None for g in given):  # which only the engine can say as the Function wants to hear it
             return probe_slots(self.tape, self.roots, [slot], linear=self.linear)[slot]
         if not asked:
-            asked += probe_call(site, given, layouts, self.map.batch, linear=is_known(site.node))
+            asked += probe_call(site, given, layouts, self.samples.batch, linear=is_known(site.node))
         return asked[k]
 
     def _is_used_as_data(self, site: Site, k: int) -> bool:
@@ -200,7 +200,7 @@ class _Assignment:
             return Flow.MIXED
         outcome = self.final[slot] = probe_slots(self.tape, self.roots, [slot], linear=self.linear)[slot]
         if outcome is not None:
-            self.map.cotangents[slot] = outcome
+            self.samples.cotangents[slot] = outcome
         return outcome
 
     def _cotangents(self, site: Site) -> list[Tensor | None]:
@@ -225,14 +225,14 @@ class _Assignment:
         """Add one more contribution to a cotangent."""
         if outcome is None or slot in self.final:
             return
-        before = self.map.cotangents.get(slot)
+        before = self.samples.cotangents.get(slot)
         if before is None:
-            self.map.cotangents[slot] = outcome
+            self.samples.cotangents[slot] = outcome
         elif isinstance(before, Flow) or isinstance(outcome, Flow):
             both = (before, outcome)
-            self.map.cotangents[slot] = Flow.MIXED if Flow.MIXED in both else Flow.SHARED
+            self.samples.cotangents[slot] = Flow.MIXED if Flow.MIXED in both else Flow.SHARED
         else:
             joined: Outcome = join(before, outcome, self.tape.shape(slot))
             if joined is None:
                 joined = Flow.MIXED if weights_only(self.tape, slot[0]) else self._look_again(slot)
-            self.map.cotangents[slot] = joined or before
+            self.samples.cotangents[slot] = joined or before

@@ -101,7 +101,9 @@ def _replayed(use: Use) -> LstmReplay:
     return replay_lstm(layer, *use.cotangents)
 
 
-def spared(site: Site, cotangents: Sequence[Tensor | None], ordinary: Sequence[NodeSlot]) -> Outputs | None:
+def without_weight_sums(
+    site: Site, cotangents: Sequence[Tensor | None], ordinary: Sequence[NodeSlot]
+) -> Outputs | None:
     """A fused node's cotangents, such that its own backward need not be computed.
 
     None if it was not replayed, or if ordinary gradients are wanted at ``ordinary`` that its weights lead to.
@@ -133,5 +135,6 @@ op(
     flow={0: columns, **dict.fromkeys(range(1, 5), shared_by_columns), 5: columns, 6: columns},
     rule=lstm,
     all_cotangents=True,
+    instead=without_weight_sums,
     mixed_dims=mixed_dims,
 )

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from ..layout import Flow, Layout, Outcome, Shape
-from ..read.nodes import op_name
+from ..read.nodes import NodeSlot, op_name
 from ..read.saved import is_custom
 
 if TYPE_CHECKING:
@@ -62,6 +62,9 @@ class Op:
     rule: Rule | None = None
     all_cotangents: bool = False  # the rule knows what to do with other cotangents than the first
     rowwise: Rowwise | None = None
+    # What the engine is to give the node in place of its cotangents, after the rule: for fused ops, which would
+    # compute sums that nobody wants. It is told where ordinary gradients are wanted.
+    instead: Callable[[Site, Sequence[Tensor | None], Sequence[NodeSlot]], Sequence[Tensor | None] | None] | None = None
     # How B cotangents pass through it, where all samples share what it computes.
     lift: Lift | None = None
     pull: Callable[[Site, Tensor], dict[int, Factor]] | None = None  # the factors of all operands, from one stack

@@ -204,7 +204,7 @@ def lift_selected_rows(site: Site, factor: Factor, target: Shape) -> Factor | No
 
 
 def _selected_dim(node: Node, shape: Shape) -> Sequence[int]:
-    return [saved.number(node, "dim") % len(shape)] if shape else []
+    return [saved.signed(int(saved.read(node, "dim"))) % len(shape)] if shape else []
 
 
 def _first_dim(site: Site) -> list[int] | None:

@@ -30,30 +30,16 @@ from .notes import ask, by_data, note
 _UNSIGNED = 1 << 64
 
 
-def _read(node: Node, name: str) -> Any:
-    found = getattr(node, f"_saved_{name}")
-    note(node, f"_saved_{name}", found)
-    return found
+def read(node: Node, name: str) -> Any:
+    """What a node has saved under a name: written down, as a remembered plan relies on it."""
+    held = getattr(node, f"_saved_{name}")
+    note(node, f"_saved_{name}", held)
+    return held
 
 
 def signed(value: int) -> int:
     """Negative integers (a missing padding_idx, dim=-1) are shown as unsigned 64-bit numbers."""
     return value - _UNSIGNED if value >= 1 << 63 else value
-
-
-def number(node: Node, name: str) -> int:
-    """A saved integer."""
-    return signed(int(_read(node, name)))
-
-
-def numbers(node: Node, name: str) -> tuple[int, ...]:
-    """A saved list of integers."""
-    return tuple([signed(int(v)) for v in _read(node, name)])
-
-
-def value(node: Node, name: str) -> Any:
-    """A saved flag, scalar or string."""
-    return _read(node, name)
 
 
 # Shape, dtype and device of each of a node's cotangents.
@@ -112,8 +98,8 @@ def has(node: Node, name: str) -> bool:
 
 def tensor(node: Node, name: str) -> Tensor | None:
     """A saved tensor, cut off from its graph; None if it was not needed. Sparse data come written out."""
-    found = _read(node, name)
-    return None if found is None else _dense(found.detach())
+    held = read(node, name)
+    return None if held is None else _dense(held.detach())
 
 
 def _dense(t: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ class Site:
         return self._tape.shape(slot)
 
     def target_or_saved(self, k: int, name: str) -> Shape:
-        """The same where nothing requested may lie beyond: then what was saved of the tensor says."""
+        """The shape of that tensor, read from what was saved of it if nothing requested lies beyond."""
         return tuple(self.tensor(name).shape) if self.edges[k] is None else self.target(k)
 
     def metadata(self, k: int) -> Any:
@@ -54,15 +54,15 @@ class Site:
 
     def tensor(self, name: str) -> Tensor:
         """A saved tensor that the rule cannot do without."""
-        found = self.optional(name)
-        if found is None:
+        t = self.optional(name)
+        if t is None:
             raise LookupError(f"{self.name} did not save {name!r}")
-        return found
+        return t
 
     def optional(self, name: str) -> Tensor | None:
         """A saved tensor, or None if it was not saved."""
-        found = self.recomputed.get(name)
-        return found if found is not None else saved.tensor(self.node, name)
+        t = self.recomputed.get(name)
+        return saved.tensor(self.node, name) if t is None else t
 
     def has(self, name: str) -> bool:
         """Does this kind of node have such an attribute?"""
@@ -70,22 +70,22 @@ class Site:
 
     def number(self, name: str) -> int:
         """A saved integer."""
-        return saved.number(self.node, name)
+        return saved.signed(int(saved.read(self.node, name)))
 
     def numbers(self, name: str) -> tuple[int, ...]:
         """A saved list of integers."""
-        return saved.numbers(self.node, name)
+        return tuple([saved.signed(int(n)) for n in saved.read(self.node, name)])
 
     def value(self, name: str) -> Any:
         """A saved flag or scalar."""
-        return saved.value(self.node, name)
+        return saved.read(self.node, name)
 
     def dims(self, name: str, ndim: int) -> tuple[int, ...]:
         """Saved dims, counted from the front; none saved means all of them."""
-        found = self.value(name)
-        if found is None:
+        dims = self.value(name)
+        if dims is None:
             return tuple(range(ndim))
-        listed = (found,) if isinstance(found, int) else tuple(found)
+        listed = (dims,) if isinstance(dims, int) else tuple(dims)
         return tuple(saved.signed(int(d)) % ndim for d in listed) or tuple(range(ndim))
 
     def is_weight(self, k: int) -> bool:
