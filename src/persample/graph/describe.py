@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -66,41 +66,50 @@ def _ways_to_leaves(tape: Tape, start: int) -> dict[int, tuple[str, ...]]:
 def describe(losses: Tensor, params: Mapping[str, Tensor]) -> tuple[list[Handling], list[str]]:
     """Every use of every parameter, and the ops in which samples interact. Runs a backward and keeps the graph."""
     if losses.grad_fn is None:
-        return [
-            Handling(name, "", "", "", "the losses are a parameter themselves, or reach none") for name in params
-        ], []
+        return _for_all(params, "the losses are a parameter themselves, or reach none"), []
     try:
         roots = Roots.of_losses(losses)
         check_reached(roots.tape(params.values()), params)
-        found = plan(roots, list(params.values())) if len(losses) > 1 else None
+        made = plan(roots, list(params.values())) if len(losses) > 1 else None
     except UnsupportedError as error:
-        return [Handling(name, "", "", "", f"refused: {error}") for name in params], []
-    if found is None:
-        return [Handling(name, "", "", "", "one sample or none: an ordinary backward") for name in params], []
-    capture = Capture(found, roots, params, lambda names, factor: None)
+        return _for_all(params, f"refused: {error}"), []
+    if made is None:
+        return _for_all(params, "one sample or none: an ordinary backward"), []
+    capture = Capture(made, roots, params, lambda names, factor: None)
     capture.run(retain_graph=True)
     rows: dict[str, list[Handling]] = {name: [] for name in params}
+    for row in [*_uses(capture), *_leaves_that_hold_samples(capture)]:
+        rows[row.parameter].append(row)
+    unreached = [name for name, listed in rows.items() if not listed]
+    rows |= {name: _for_all([name], "zeros: the losses do not reach it") for name in unreached}
+    meeting = interactions(*whole_graph(roots, made), thoroughly=True)
+    return [row for listed in rows.values() for row in listed], meeting
+
+
+def _for_all(params: Iterable[str], handling: str) -> list[Handling]:
+    return [Handling(name, "", "", "", handling) for name in params]
+
+
+def _uses(capture: Capture) -> Iterator[Handling]:
+    """Where samples meet a parameter, or what was computed from it."""
+    tape, samples = capture.tape, capture.samples
     for site, k, how in capture.record:
         layout = "shared by all samples"
-        if site.index not in found.samples.batched:
-            layouts = found.samples.layouts(site.index)
+        if site.index not in samples.batched:
+            layouts = samples.layouts(site.index)
             shown = next(nr for nr, lay in enumerate(layouts) if lay is not None)
             layout = in_words(layouts[shown], site.shapes[shown])
         slot = site.edges[k]
         assert slot is not None
-        for leaf, via in _ways_to_leaves(found.tape, slot[0]).items():
-            for name in capture.names[id(found.tape.graph.leaves[leaf])]:
-                rows[name].append(Handling(name, _shown(site.node), ", ".join(via), layout, how))
-    for node, _ in found.requested:
-        if found.tape.is_leaf(node):
-            layout = in_words(found.samples.layouts(node)[0], found.tape.shapes(node)[0])
-            for name in capture.names[id(found.tape.graph.leaves[node])]:
-                rows[name].append(
-                    Handling(name, found.tape.name(node), "", layout, "separable: every element is one sample's")
-                )
-    for name, listed in rows.items():
-        if not listed:
-            listed.append(Handling(name, "", "", "", "zeros: the losses do not reach it"))
-    return [row for listed in rows.values() for row in listed], interactions(
-        *whole_graph(roots, found), thoroughly=True
-    )
+        for leaf, via in _ways_to_leaves(tape, slot[0]).items():
+            for name in capture.names[id(tape.graph.leaves[leaf])]:
+                yield Handling(name, _shown(site.node), ", ".join(via), layout, how)
+
+
+def _leaves_that_hold_samples(capture: Capture) -> Iterator[Handling]:
+    tape = capture.tape
+    for node, _ in capture.plan.requested:
+        if tape.is_leaf(node):
+            layout = in_words(capture.samples.layouts(node)[0], tape.shapes(node)[0])
+            for name in capture.names[id(tape.graph.leaves[node])]:
+                yield Handling(name, tape.name(node), "", layout, "separable: every element is one sample's")

@@ -160,26 +160,28 @@ def _followed(site: Site, k: int, places: Layout) -> Layout | None:
 
 def _matched(tape: Tape, site: Site, k: int) -> Iterator[int]:
     """The dims of a shared operand that another one, computed from samples, has too."""
-    others = {at: slot for at, slot in enumerate(site.edges) if slot is not None and at != k}
-    mine = {at: tape.shape(slot) for at, slot in others.items() if not weights_only(tape, slot[0])}
     if is_opaque(site.node):
         return
+    others = {at: slot for at, slot in enumerate(site.edges) if slot is not None and at != k}
+    mine = {at: tape.shape(slot) for at, slot in others.items() if not weights_only(tape, slot[0])}
     if not others and site.op.pointwise:  # a mask, whose shape is not known: it has what the result has
         mine = {k: site.shapes[0]}
-    if not mine:
-        return
     product = site.op.product
     if product is not None and k in product.operands:
-        operands = product.operands
-        yield from (d for d, c in enumerate(operands[k]) if any(c in operands.get(at, "") for at in mine))
+        letters = "".join(product.operands.get(at, "") for at in mine)
+        yield from (d for d, c in enumerate(product.operands[k]) if c in letters)
     elif site.op.pointwise:
-        target = site.target(k)
-        for d, n in enumerate(target):
-            from_end = d - len(target)
-            if n > 1 and any(len(other) >= -from_end and other[from_end] == n for other in mine.values()):
-                yield d
-    elif site.op.convolution and k == 1:
+        yield from _broadcast_alike(site.target(k), list(mine.values()))
+    elif site.op.convolution and k == 1 and mine:
         yield 1
+
+
+def _broadcast_alike(shape: Shape, others: Sequence[Shape]) -> Iterator[int]:
+    """The dims that one of the others has in the same size, counted from the last."""
+    for d, n in enumerate(shape):
+        from_end = d - len(shape)
+        if n > 1 and any(len(other) >= -from_end and other[from_end] == n for other in others):
+            yield d
 
 
 def _matched_by_constant(site: Site, k: int) -> Iterator[int]:

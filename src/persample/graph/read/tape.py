@@ -133,20 +133,13 @@ def read(starts: Iterable[Node], regions: Regions | None = None) -> Graph:
     """
     numbers = {node: number for number, node in enumerate(dict.fromkeys(starts))}
     graph = Graph(list(numbers), [], {}, numbers, range(len(numbers)), None)
-    nodes, edges, shapes = graph.nodes, graph.edges, graph.shapes
-    opens, regions = regions is not None, regions or Regions(())
-    entries, inside = regions.entries, regions.owners
-    form: list[Hashable] | None = []
-    for number, node in enumerate(nodes):  # which grows
-        kind = type(node)
-        reading = _READINGS.get(kind) or _reading(node, kind)
-        if reading is _LEAF:
-            graph.leaves[number] = leaf_of(node)
+    nodes, inside = graph.nodes, regions.owners if regions is not None else ()
+    for node in nodes:  # which grows
         outputs: list[Slot | None] = []
-        for child, nr in regions.below(node) if node in inside else node.next_functions:
+        for child, nr in regions.below(node) if regions is not None and node in inside else node.next_functions:
             below = numbers.get(child)  # type: ignore[arg-type]
             if below is None:
-                if opens and (type(child) is REENTRANT or child in entries):
+                if regions is not None and (type(child) is REENTRANT or child in regions.entries):
                     child, nr = regions.resolve(child, nr)
                 if child is None:
                     outputs.append(None)
@@ -155,21 +148,30 @@ def read(starts: Iterable[Node], regions: Regions | None = None) -> Graph:
                 if below == len(nodes):
                     nodes.append(child)
             outputs.append((below, nr))
-        edges.append(tuple(outputs))
-        if form is None:
-            continue
-        form += (kind, edges[number])
-        if reading is _OPAQUE:
-            form = None
-        elif reading is _OP or (reading is _FOLLOWS and None in outputs):
-            try:
-                shapes[number] = tuple([tuple(about.shape) for about in metadata(node)])
-            except RuntimeError:  # nested tensors have none; planning says so
-                form = None
-            else:
-                form.append(shapes[number])
-    graph.form = None if form is None else tuple(form)
+        graph.edges.append(tuple(outputs))
+    graph.form = _form(graph)
     return graph
+
+
+def _form(graph: Graph) -> Hashable:
+    """Find the leaves, and what graphs built alike have in common; None if that cannot be said."""
+    form: list[Hashable] = []
+    comparable = True
+    for number, (node, edges) in enumerate(zip(graph.nodes, graph.edges, strict=True)):
+        kind = type(node)
+        reading = _READINGS.get(kind) or _reading(node, kind)
+        form += (kind, edges)
+        if reading is _LEAF:
+            graph.leaves[number] = leaf_of(node)
+        elif reading is _OPAQUE:
+            comparable = False
+        elif comparable and (reading is _OP or None in edges):
+            about = metadata(node)
+            comparable = not any([m.is_nested_tensor for m in about])  # which have no shape; planning says so
+            if comparable:
+                graph.shapes[number] = tuple([tuple(m.shape) for m in about])
+                form.append(graph.shapes[number])
+    return tuple(form) if comparable else None
 
 
 _OP, _LEAF, _OPAQUE, _FOLLOWS = "op", "leaf", "opaque", "follows"
