@@ -167,7 +167,7 @@ def _form(graph: Graph) -> Hashable:
             comparable = False
         elif comparable and (reading is _OP or None in edges):
             about = metadata(node)
-            comparable = not any([m.is_nested_tensor for m in about])  # which have no shape; planning says so
+            comparable = not any(m.is_nested_tensor for m in about)  # which have no shape; planning says so
             if comparable:
                 graph.shapes[number] = tuple([tuple(m.shape) for m in about])
                 form.append(graph.shapes[number])
