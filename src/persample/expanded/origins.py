@@ -79,7 +79,8 @@ class Origins:
                 self._taint(*given)
         for made in leaves(result):
             if type(made) is Tensor and not any(made is t for t in given):
-                self._enter(made, origin)
+                # One part of a weight may be repeated for every sample, and returned: not to be refused as a weight.
+                self._enter(made, origin if made is result else min(origin, Origin.NO_DATA))
         return result
 
     def _enter(self, made: Tensor, origin: Origin) -> None:
