@@ -94,7 +94,7 @@ def ints(high: int, *shape: int) -> Tensor:
 
 
 def shaken(module: nn.Module) -> nn.Module:
-    """Rearrangement every parameter off its initial value, so that scales of one and biases of zero are not."""
+    """Move every parameter off its initial value, so that scales of one and biases of zero are not."""
     with torch.no_grad():
         for p in module.parameters():
             p.add_(torch.randn_like(p) * 0.2)

@@ -122,13 +122,13 @@ def arrange(w: Writer) -> Value:
     v = w.take(anywhere=True)
     if not v.tensor.numel() or v.ndim < 1:
         raise CannotBeWritten
-    return w.rearrange(v, w.pick(ORDERLY)(w, v))
+    return w.move(v, w.pick(ORDERLY)(w, v))
 
 
 @op
 def section(w: Writer) -> Value:
     v = w.take(anywhere=True)
-    return w.rearrange(v, part(w, v))
+    return w.move(v, part(w, v))
 
 
 # ------------------------------------------------------------------------------------------------ indices
@@ -140,11 +140,11 @@ def select_rows(w: Writer) -> Value:
     d, n = any_dim(w, v, 1)
     c = some_rows(w, n)
     if v.ndim == 2 and d == 0 and w.chance(0.3):
-        return w.rearrange(v, f"F.embedding({c}, {{}})", f"{{}}[{c}]")
+        return w.move(v, f"F.embedding({c}, {{}})", f"{{}}[{c}]")
     shape = ", ".join("-1" if e == d else "1" for e in range(v.ndim))
     sizes = ", ".join("-1" if e == d else str(m) for e, m in enumerate(v.shape))
     gathered = f"{{}}.gather({d}, {c}.view({shape}).expand({sizes}))"
-    return w.rearrange(v, w.pick([f"{{}}.index_select({d}, {c})", "{}" + before(d, c), gathered]))
+    return w.move(v, w.pick([f"{{}}.index_select({d}, {c})", "{}" + before(d, c), gathered]))
 
 
 @op
@@ -155,13 +155,13 @@ def select_places(w: Writer) -> Value:
         raise CannotBeWritten
     if w.chance(0.3):
         mask = w.named("c", f"draw(*{v.name}.shape[:{w.whole(1, v.ndim)}]) > -0.5")
-        return w.rearrange(v, f"{{}}[{mask}]")
+        return w.move(v, f"{{}}[{mask}]")
     count, d = w.whole(1, 4), w.whole(0, v.ndim - 2)
     e = w.whole(d + 1, v.ndim - 1)
     i = numbers(w, v.shape[d], count)
     j = numbers(w, v.shape[e], *w.pick([(count,), (count, count)]))
     keys = [i if k == d else j if k == e else ":" for k in range(v.ndim)]
-    return w.rearrange(v, f"{{}}[{', '.join(keys)}]")
+    return w.move(v, f"{{}}[{', '.join(keys)}]")
 
 
 @op
@@ -169,10 +169,10 @@ def gather_anywhere(w: Writer) -> Value:
     """Every element of the result from anywhere along one dim, or from anywhere at all."""
     v = w.take(anywhere=True)
     if w.chance(0.3):
-        return w.rearrange(v, f"{{}}.take({numbers(w, v.tensor.numel(), w.whole(1, 8))})")
+        return w.move(v, f"{{}}.take({numbers(w, v.tensor.numel(), w.whole(1, 8))})")
     d, n = any_dim(w, v, 1)
     c = numbers(w, n, *[m if e != d else w.whole(1, 4) for e, m in enumerate(v.shape)])
-    return w.rearrange(v, f"{{}}.gather({d}, {c})")
+    return w.move(v, f"{{}}.gather({d}, {c})")
 
 
 @op
@@ -189,7 +189,7 @@ def scatter_rows(w: Writer) -> Value:
     forms = [f"index_add({d}, {c}, {{0}})", f"index_copy({d}, {c}, {{0}})", f"scatter({d}, {index}, {{0}})"]
     if d == 0:
         forms.append(f"index_put(({c},), {{0}})")
-    return w.rearrange(v, f"{empty}.{w.pick(forms)}")
+    return w.move(v, f"{empty}.{w.pick(forms)}")
 
 
 # ------------------------------------------------------------------------------------------------ products that move
@@ -201,9 +201,9 @@ def rows_by_matrix(w: Writer) -> Value:
     v = w.take(anywhere=True)
     d, n = any_dim(w, v, 1)
     if d != v.ndim - 1:
-        v = w.rearrange(v, f"{{}}.movedim({d}, -1)")
+        v = w.move(v, f"{{}}.movedim({d}, -1)")
     c = some_rows(w, n)
-    return w.rearrange(v, f"{{}} @ F.one_hot({c}, {n}).to({v.tensor.dtype}).t()", f"{{}}[..., {c}]")
+    return w.move(v, f"{{}} @ F.one_hot({c}, {n}).to({v.tensor.dtype}).t()", f"{{}}[..., {c}]")
 
 
 @op
@@ -215,10 +215,10 @@ def one_of_each_row(w: Writer) -> Value:
         raise CannotBeWritten
     chosen = w.pick(pairs)
     order = [*(k for k in range(v.ndim) if k not in chosen), *chosen]
-    v = w.rearrange(v, f"{{}}.permute({', '.join(map(str, order))})")
+    v = w.move(v, f"{{}}.permute({', '.join(map(str, order))})")
     mask = w.named("c", f"F.one_hot(torch.randperm({v.shape[-1]}), {v.shape[-1]})")
     form = w.pick([f'torch.einsum("...ij,ij->...i", {{}}, {mask}.to({v.tensor.dtype}))', f"({{}} * {mask}).sum(-1)"])
-    return w.rearrange(v, form, f"({{}} * {mask}).sum(-1)")
+    return w.move(v, form, f"({{}} * {mask}).sum(-1)")
 
 
 # ------------------------------------------------------------------------------------------------ layers on parts

@@ -118,7 +118,7 @@ class Writer:
         return value
 
     def move(self, v: Value, form: str, labels: str = "") -> Value:
-        """Rearrangement elements about, in any way: the sample of each goes with it.
+        """Move elements about, in any way: the sample of each goes with it.
 
         The form has `{}` for the value; a second one, for the samples, if the same expression does not do for both.
         """
@@ -185,7 +185,7 @@ class Writer:
             return v
         chosen = self.random.sample(v.free, count)
         order = [*(d for d in range(v.ndim) if d not in chosen), *chosen]
-        return self.rearrange(v, f"{{}}.permute({', '.join(map(str, order))})")
+        return self.move(v, f"{{}}.permute({', '.join(map(str, order))})")
 
     def apart(self, v: Value) -> Value:
         """The value with a dim for the samples alone."""
@@ -199,7 +199,7 @@ class Writer:
         if v.samples:
             v = self.at_end(v, rank + 1)
             more = v.ndim - rank - 2
-            return v if not more else self.rearrange(v, f"{{}}.flatten(0, {more})" if more > 0 else "{}.unsqueeze(0)")
+            return v if not more else self.move(v, f"{{}}.flatten(0, {more})" if more > 0 else "{}.unsqueeze(0)")
         if v.at == 0 and v.ndim == rank + 2:
             return v
         text = v.name if v.at == 0 else f"{v.name}.movedim({v.at}, 0)"

@@ -76,7 +76,7 @@ class Problem(nn.Module):
         return self(self.inputs, self.targets)  # type: ignore[no-any-return]
 
     def moved(self, device: torch.device) -> Problem:
-        """Rearrangement model, inputs and targets to a device."""
+        """Move model, inputs and targets to a device."""
         self.to(device)
         self.inputs, self.targets = (
             tree_map(lambda leaf: leaf.to(device) if hasattr(leaf, "to") and leaf is not None else leaf, tree)

@@ -88,7 +88,7 @@ class Clipper(ABC):
         return None
 
     def follow(self, noisy: Tensor) -> None:
-        """Rearrangement the bound by the noisy value of the coordinate that `count` gives."""
+        """Move the bound by the noisy value of the coordinate that `count` gives."""
         raise NotImplementedError(f"{type(self).__name__} releases no count")
 
 
