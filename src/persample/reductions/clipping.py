@@ -168,7 +168,7 @@ class ClippedSum(Reduction):
             sums.update(bounded_sums(self._take(names, kept), weights[key], self._groups.call.space))
         return self._clipping(norms, weights, kept), sums
 
-    def _kept(self, norms: Mapping[Hashable, Tensor]) -> Samples:
+    def _kept(self, norms: Mapping[Hashable, Tensor]) -> Selection:
         """The samples whose gradients are finite: others raise, or are left out."""
         finite = _finite(list(norms.values()))
         self._dropped = [] if finite is None else (~finite).nonzero().flatten().tolist()

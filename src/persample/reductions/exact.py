@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ..factors import Dense, Factor, Kept, Masked, Part, regroup, split
+from ..factors import Dense, DenseCopy, Factor, Masked, Part, regroup, split
 from ..factors.base import Selection
-from ..factors.exact import Exact
+from ..factors.integer_sums import IntegerSum
 from ..factors.limits import Limits, Unit
 from ..kernels.norms import wide
 from ..kernels.pages import recycled
@@ -25,7 +25,7 @@ class Shares:
     """What samples add to parameters whose gradients are asked together, one after another's."""
 
     names: Sequence[str]
-    exact: Exact
+    exact: IntegerSum
     weights: Tensor = field(default_factory=lambda: torch.empty(0))
     _totals: dict[str, Tensor] = field(default_factory=dict)
 
@@ -111,14 +111,14 @@ class ExactClippedSum(ClippedSum):
     def _prepared(self, factor: Factor) -> Factor:
         """What will be written out to be rounded is written out once, and kept, as far as memory allows."""
         space = self._groups.call.space
-        if factor.rounds_written and not isinstance(factor, (Dense, Masked)):
+        if factor.integer_sum_needs_stack and not isinstance(factor, (Dense, Masked)):
             size = factor.batch * factor.numel * wide(factor.dtype).itemsize
             kept = 0 if size <= factor.nbytes else size
             if self._written + kept <= max(space.limit, _KEPT):
                 self._written += kept
                 out = recycled((factor.batch, *factor.shape), wide(factor.dtype), factor.device)
-                factor = Kept.of(factor, out, space)
-        factor.measure(space)
+                factor = DenseCopy.of(factor, out, space)
+        factor.cache_batch_independent_norms(space)
         return factor
 
     def result(self) -> ExactSums:
@@ -141,11 +141,11 @@ class ExactClippedSum(ClippedSum):
 
     def _with_norms(self, names: Sequence[str], kept: Selection) -> dict[str, Factor]:
         """The factors of the samples that are kept, with the norms that are known of them."""
-        known = {name: self._factors[name].own_norms() for name in names if name in self._factors}
+        known = {name: self._factors[name].cached_norms() for name in names if name in self._factors}
         factors = self._take(names, kept)
         if isinstance(kept, Tensor):
             for name, factor in factors.items():
-                factor.take_norms(known[name][kept.to(factor.device)])
+                factor.set_norms(known[name][kept.to(factor.device)])
         return factors
 
     def _within(self, asked: Mapping[Hashable, Tensor], limits: Mapping[Hashable, Limits]) -> dict[Hashable, Tensor]:
@@ -155,17 +155,17 @@ class ExactClippedSum(ClippedSum):
         """
         weights = dict(asked)
         if self._stated is not None and limits:
-            share = Limits.together([(x.times(asked[key].abs()), 1) for key, x in limits.items()])
-            less = share.weights(self._stated).clamp(max=1)
+            share = Limits.concatenated([(x.weighted(asked[key].abs()), 1) for key, x in limits.items()])
+            less = share.largest_weights(self._stated).clamp(max=1)
             return {key: w * less for key, w in weights.items()}
         for key, x in limits.items():
-            cap = x.weights(self._bounds[key])
+            cap = x.largest_weights(self._bounds[key])
             weights[key] = torch.where(asked[key].abs() <= cap, asked[key], cap)
         return weights
 
     def _shares(self, names: Sequence[str], factor: Factor) -> Shares:
-        return Shares(names, factor.exact(self.units[names[0]], self._groups.call.space))
+        return Shares(names, factor.integer_sum(self.units[names[0]], self._groups.call.space))
 
 
 def _limits(shares: Sequence[Shares]) -> Limits:
-    return Limits.together([(each.exact.limits, len(each.names)) for each in shares])
+    return Limits.concatenated([(each.exact.limits, len(each.names)) for each in shares])

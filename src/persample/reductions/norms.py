@@ -56,7 +56,7 @@ class ParameterNorms:
             self._find([name], factor)
 
     def _find(self, names: Sequence[str], factor: Factor) -> None:
-        self._keep(names, factor.own_norms(self._call.space).view(len(names), self._call.batch))
+        self._keep(names, factor.cached_norms(self._call.space).view(len(names), self._call.batch))
 
     def _keep(self, names: Sequence[str], norms: Tensor) -> None:
         self._norms.append(norms.to(self._call.device))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..factors import Factor
-from ..factors.base import real_rows
+from ..factors.stacks import real_rows
 from .base import Call, Reduction
 
 _ELEMENTS = 2**18  # of a projection matrix at a time; a constant, as the numbers depend on it
@@ -117,7 +117,7 @@ class Project(Reduction):
 
     def _add_blocks(self, name: str, factor: Factor, numel: int) -> None:
         """A matrix costs as much to generate as to use: all samples share it where the factor gives ranges."""
-        space, blocks = self._call.space.whole(), self.projection.blocks(numel)
+        space, blocks = self._call.space.up_to_limit(), self.projection.blocks(numel)
         if factor.stack_bytes > space.limit and factor.elements(0, 1) is not None:
             size = factor.batch * blocks[0][1] * factor.dtype.itemsize
             for some in space.chunks(len(blocks), size):

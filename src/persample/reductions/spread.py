@@ -52,7 +52,7 @@ class MeanAndNorms(Reduction):
         mean = self._means[name] = self._mean(factor)
         size = row_norms(mean.unsqueeze(0))
         if not size.isfinite():
-            finite = factor.own_norms(self._call.space).isfinite().nonzero().squeeze(1)
+            finite = factor.cached_norms(self._call.space).isfinite().nonzero().squeeze(1)
             size = row_norms(self._mean(factor[finite]).unsqueeze(0)) if finite.numel() else torch.full_like(size, 0)
         self._mean_norms[name] = size.to(self._call.device)
 
