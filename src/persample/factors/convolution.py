@@ -157,10 +157,10 @@ class Convolution(Factor):
 
     def _in_cache(self, space: Workspace, elements: int, cached: int) -> Iterator[Convolution]:
         """`_portions` of no more samples than caches hold, with ``cached`` elements of each."""
-        most = samples_per_step(cached, self.x)
+        step = samples_per_step(cached, self.x)
         for part in self._portions(space, elements):
-            for start in range(0, part.batch, most):
-                yield part if part.batch <= most else part[start : start + most]
+            for start in range(0, part.batch, step):
+                yield part if part.batch <= step else part[start : start + step]
 
     def term_norms(self) -> Tensor:
         """‖x‖‖dy‖ times the root of the kernel's size, as every input is in at most so many patches."""

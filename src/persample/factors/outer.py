@@ -128,10 +128,10 @@ class Outer(Factor):
         each = self.side_norms[0] * self.side_norms[1] if self.left.ndim == 3 else row_norms(left) * row_norms(right)
         if self.scale != 1.0:
             each *= abs(self.scale)
-        most = torch.finfo(self.dtype).max
-        if bool((each > most).any()):  # infinite where an element is too large for the gradients' dtype
+        limit = torch.finfo(self.dtype).max
+        if bool((each > limit).any()):  # infinite where an element is too large for the gradients' dtype
             largest = left.abs().amax(1).to(each) * right.abs().amax(1).to(each) * abs(self.scale)
-            each = each.masked_fill(largest > most, float("inf"))
+            each = each.masked_fill(largest > limit, float("inf"))
         return each if self.left.ndim == 3 else row_norms(each.view(self.batch, -1))
 
     def _gram_norms(self, space: Workspace) -> Tensor:

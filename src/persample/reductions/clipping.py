@@ -101,14 +101,15 @@ class ClippedSum(Reduction):
     def _check_weights(self) -> None:
         """Weights come from one source, and a sensitivity is stated only where it does not follow."""
         stated = self._stated_sensitivity
-        if self.weights is None and self.max_norm is None:
-            raise ValueError("a clipped sum needs max_norm, or a function for weights")
-        if self.weights is not None and not (self.max_norm is None and self.gamma is None):
+        if self.weights is None:
+            if self.max_norm is None:
+                raise ValueError("a clipped sum needs max_norm, or a function for weights")
+            if stated is not None:
+                raise ValueError("sensitivity follows from max_norm; it can only be stated for a function of weights")
+        elif self.max_norm is not None or self.gamma is not None:
             raise ValueError("give either weights, or max_norm and gamma")
-        if self.weights is not None and not callable(self.weights):
+        elif not callable(self.weights):
             raise TypeError("weights must be a function from norms to weights; for given weights use ps.WeightedSum")
-        if self.weights is None and stated is not None:
-            raise ValueError("sensitivity follows from max_norm; it can only be stated for a function of weights")
         if stated is not None and not _is_positive(stated):
             raise ValueError(f"sensitivity must be positive and finite, not {stated!r}")
 
