@@ -184,8 +184,8 @@ def made(name: str, dtype: torch.dtype) -> Factor:
 
 def capped(factor: Factor, bound: float, unit: Unit) -> Tensor:
     """The weights of a clipped sum."""
-    limits = factor.exact(unit, Workspace()).limits
-    return torch.minimum((bound / factor.norms()).clamp(max=1), limits.weights(bound))
+    limits = factor.integer_sum(unit, Workspace()).limits
+    return torch.minimum((bound / factor.norms()).clamp(max=1), limits.largest_weights(bound))
 
 
 def written(factor: Factor) -> Tensor:
@@ -209,9 +209,9 @@ def widened(factor: Factor) -> Factor:
         move = Cast(torch.float64, torch.float64) if isinstance(factor.rearrange, Cast) else factor.rearrange
         return View(widened(factor.base), factor.shape, move)
     if isinstance(factor, Deferred):
-        return widened(factor.whole())
+        return widened(factor.compute_all())
     if isinstance(factor, Part):
-        return widened(factor.alone)
+        return widened(factor.standalone)
     if isinstance(factor, Masked):
         return Masked(factor.value.double(), factor.index, factor.batch)
     assert isinstance(factor, Dense)
@@ -224,7 +224,7 @@ def test_no_sample_adds_more_than_the_bound(name: str, dtype: torch.dtype, bound
     factor, unit = made(name, dtype), Unit.below(bound, 1000)
     weights = capped(factor, bound, unit)
     for b in range(B):
-        share = factor[b : b + 1].exact(unit, Workspace()).totals(weights[b : b + 1])[0]
+        share = factor[b : b + 1].integer_sum(unit, Workspace()).totals(weights[b : b + 1])[0]
         assert share.dtype == unit.dtype
         assert math.sqrt(sum(int(n) ** 2 for n in share.flatten())) * unit.size <= bound
 
@@ -233,25 +233,27 @@ def test_no_sample_adds_more_than_the_bound(name: str, dtype: torch.dtype, bound
 def test_shares_add_up_in_any_order(name: str, dtype: torch.dtype) -> None:
     factor, unit = made(name, dtype), Unit.below(1.0, 1000)
     weights = capped(factor, 1.0, unit)
-    whole = factor.exact(unit, Workspace()).totals(weights)[0]
+    whole = factor.integer_sum(unit, Workspace()).totals(weights)[0]
     for space in (Workspace(), Workspace(1)):
-        apart = [factor[b : b + 1].exact(unit, space).totals(weights[b : b + 1])[0] for b in torch.randperm(B).tolist()]
+        apart = [
+            factor[b : b + 1].integer_sum(unit, space).totals(weights[b : b + 1])[0] for b in torch.randperm(B).tolist()
+        ]
         assert torch.equal(torch.stack(apart).sum(0), whole)
     order = torch.randperm(B)
-    assert torch.equal(factor[order].exact(unit, Workspace(1)).totals(weights[order])[0], whole)
+    assert torch.equal(factor[order].integer_sum(unit, Workspace(1)).totals(weights[order])[0], whole)
 
 
 @pytest.mark.parametrize(("name", "dtype"), everything)
 def test_shares_are_the_weighted_gradients(name: str, dtype: torch.dtype) -> None:
     """To within what `Limits` say, and to five digits of the bound where nothing cancels."""
     factor, unit = made(name, dtype), Unit.below(1.0, 1000)
-    exact = factor.exact(unit, Workspace())
+    exact = factor.integer_sum(unit, Workspace())
     weights = capped(factor, 1.0, unit)
     want = (written(factor) * weights.view(-1, *[1] * (written(factor).ndim - 1))).sum(0)
     found = exact.totals(weights)[0].double() * unit.size
     assert found.shape == want.shape
     stored = 0.0 if dtype in (torch.float32, torch.float64) else torch.finfo(dtype).eps  # where it is written out
-    slack = weights.sqrt() * exact.limits.root + exact.limits.rest + weights * (2e-6 + stored) * exact.limits.size
+    slack = weights.sqrt() * exact.limits.root + exact.limits.constant + weights * (2e-6 + stored) * exact.limits.terms
     assert float((found - want).norm()) <= float(slack.sum()) + 1e-12
     if name != "cancelling":
         torch.testing.assert_close(found, want, atol=2e-4 if not stored else 0.2, rtol=0)
@@ -271,8 +273,8 @@ def test_bounds_hold(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_a_batch_of_nobody(name: str) -> None:
     factor, unit = made(name, torch.float32)[:0], Unit.below(1.0, 10)
-    exact = factor.exact(unit, Workspace())
-    assert exact.limits.weights(1.0).shape == (0,)
+    exact = factor.integer_sum(unit, Workspace())
+    assert exact.limits.largest_weights(1.0).shape == (0,)
     total = exact.totals(torch.zeros(0, dtype=torch.float64))[0]
     assert total.shape[: len(factor.shape)] == factor.shape
     assert not total.any()
@@ -286,7 +288,7 @@ def test_a_ratchet_does_not_turn() -> None:
     for row in value:
         in_float32 += row
     unit = Unit.below(1.0, len(value))
-    total = Dense(value).exact(unit, Workspace()).totals(torch.ones(len(value), dtype=torch.float64))[0]
+    total = Dense(value).integer_sum(unit, Workspace()).totals(torch.ones(len(value), dtype=torch.float64))[0]
     true = value.double().sum()
     assert abs(float(in_float32) - true) > 1e-4  # the attack works
     assert abs(float(total) * unit.size - true) < 1e-9
@@ -300,7 +302,7 @@ def test_sums_of_so_many_samples_fit(samples: int) -> None:
 
 def test_weights_that_leave_no_room_are_zero() -> None:
     limits = Limits(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 0.0]), 2.0, torch.tensor([1.0, 0.0]))
-    assert limits.weights(1.0).tolist()[0] == 0.0
+    assert limits.largest_weights(1.0).tolist()[0] == 0.0
 
 
 @pytest.mark.parametrize(("positions", "left", "right"), [(31, 1024, 1024), (96, 2500, 300), (16, 512, 40)])
@@ -319,8 +321,8 @@ def test_parts_are_summed_on_their_own(name: str, parts: int, limit: int | None)
     """However many samples fit into memory at a time, which need not be a part of them."""
     factor, unit = made(name, torch.float32), Unit.below(1.0, 1000)
     weights, each = capped(factor, 1.0, unit), B // parts
-    found = factor.exact(unit, Workspace(limit)).totals(weights, parts)
+    found = factor.integer_sum(unit, Workspace(limit)).totals(weights, parts)
     assert len(found) == parts
     for k in range(parts):
         some = slice(k * each, (k + 1) * each)
-        assert torch.equal(found[k], factor[some].exact(unit, Workspace()).totals(weights[some])[0])
+        assert torch.equal(found[k], factor[some].integer_sum(unit, Workspace()).totals(weights[some])[0])

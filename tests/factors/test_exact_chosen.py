@@ -16,8 +16,8 @@ from persample.kernels.norms import row_norms
 def largest_share(factor: Factor, bound: float) -> float:
     """Of one sample with the largest weight that is allowed, in bounds."""
     unit = Unit.below(bound, 10)
-    exact = factor.exact(unit, Workspace())
-    weights = torch.minimum(exact.limits.weights(bound), (bound / factor.norms()).clamp(max=1))
+    exact = factor.integer_sum(unit, Workspace())
+    weights = torch.minimum(exact.limits.largest_weights(bound), (bound / factor.norms()).clamp(max=1))
     return math.sqrt(sum(int(n) ** 2 for n in exact.totals(weights)[0].flatten())) * unit.size / bound
 
 
@@ -63,7 +63,7 @@ def test_terms_that_are_larger_than_their_sum_are_added_up_exactly() -> None:
         [Rows(torch.zeros(batch, positions, dtype=torch.long), rows, 2), Outer(left, right.float().view(-1, 1, 1))]
     )
     unit = Unit.below(bound, batch)
-    exact = factor.exact(unit, Workspace())
-    weights = torch.minimum(bound / factor.norms(), exact.limits.weights(bound))
-    apart = [factor[b : b + 1].exact(unit, Workspace()).totals(weights[b : b + 1])[0, 0] for b in range(batch)]
+    exact = factor.integer_sum(unit, Workspace())
+    weights = torch.minimum(bound / factor.norms(), exact.limits.largest_weights(bound))
+    apart = [factor[b : b + 1].integer_sum(unit, Workspace()).totals(weights[b : b + 1])[0, 0] for b in range(batch)]
     assert int(exact.totals(weights)[0, 0, 0]) == sum(int(t) for t in apart)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from persample.factors import Dense, Factor, Outer, Part, View, Workspace, bounded_sums, one_by_one, regroup, split
+from persample.factors.bounded import bounded_sum
 from persample.factors.rearrange import Permute
 from tests.factors import FACTORS, numbers
 from tests.factors.test_algebra import SPACES, assert_near, check, flat, precision
@@ -104,9 +105,9 @@ def test_every_parameter_of_a_factor_is_taken_by_its_name() -> None:
 
 def test_parts_share_the_norms_of_their_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     group, wants = parts("dense", 4)
-    assert not any(part.knows_norms for part in group)
+    assert not any(part.has_norms for part in group)
     group[1].norms()
-    assert all(part.knows_norms for part in group)
+    assert all(part.has_norms for part in group)
 
     def computed(self: Dense, space: Workspace) -> torch.Tensor:
         raise AssertionError("norms are known")
@@ -137,7 +138,7 @@ def test_what_is_not_finite_stays_in_its_sample(name: str, value: float) -> None
     for k in (0, 2):
         assert_near(sums[str(k)], wants[k].sum(0), 100)
     kept = group[1][torch.tensor([0, 2])]
-    assert_near(kept.bounded_sum(weights[:2]), wants[1, [0, 2]].sum(0), 100)
+    assert_near(bounded_sum(kept, weights[:2]), wants[1, [0, 2]].sum(0), 100)
 
 
 @pytest.mark.parametrize("big", [1.0, 1e4, 1e6])
@@ -150,11 +151,11 @@ def test_samples_that_cancel_are_known_to_their_own_part(kind: str, big: float) 
     group = split(Outer(left, right), 3)
     norms = flat(want).norm(dim=1)
     norms_of(group)
-    allowed = torch.maximum(1e-6 * norms, 16 * torch.finfo(torch.float32).eps * factor.sizes())
+    allowed = torch.maximum(1e-6 * norms, 16 * torch.finfo(torch.float32).eps * factor.term_norms())
     assert bool(((group[1].norms() - norms).abs() <= allowed).all())
-    assert torch.equal(group[1].imprecise(), factor[:].imprecise())
-    assert not group[0].imprecise().numel()
-    assert not group[2].imprecise().numel()
+    assert torch.equal(group[1].cancelling_samples(), factor[:].cancelling_samples())
+    assert not group[0].cancelling_samples().numel()
+    assert not group[2].cancelling_samples().numel()
     for i in range(4):
         weights = torch.zeros(4, dtype=torch.float64).index_fill(0, torch.tensor(i), 1) / group[1].norms()
         sums = bounded_sums({str(k): part for k, part in enumerate(group)}, weights, Workspace())
@@ -199,7 +200,7 @@ def test_factors_of_every_kind_at_once() -> None:
         assert not factors
         for name in names:
             want = FACTORS[name](3, torch.float64)
-            total = want[0].bounded_sum(w).to(want[0].dtype)
+            total = bounded_sum(want[0], w).to(want[0].dtype)
             assert torch.equal(sums[name], sums[f"{name} again"])
             assert_near(sums[name], total, 10 + 10 * float(flat(total.unsqueeze(0)).norm()), precision(want[0]))
 
@@ -209,11 +210,11 @@ def test_a_view_that_loses_nothing_goes_by_its_base() -> None:
     factor, want = cancelling("outer", 1e6, torch.float32)
     view = View(factor, (20, 30), Permute((1, 0)))
     assert_near(view.norms(), factor.norms(), 1.0)
-    assert torch.equal(view.imprecise(), factor.imprecise())
+    assert torch.equal(view.cancelling_samples(), factor.cancelling_samples())
     weights = 1 / view.norms()
-    assert_near(view.bounded_sum(weights).t(), factor.bounded_sum(weights), 1.0, 1e-6)
+    assert_near(bounded_sum(view, weights).t(), bounded_sum(factor, weights), 1.0, 1e-6)
     assert want.shape[1:] == (30, 20)
     again = View(factor[:], (20, 30), Permute((1, 0)))
-    again.take_norms(view.norms())
-    assert again.base.knows_norms
+    again.set_norms(view.norms())
+    assert again.base.has_norms
     assert torch.equal(again.norms(), view.norms())

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from persample.factors import Convolution, Deferred, Dense, Factor, Masked, Outer, Rows, Sum, View, Workspace
+from persample.factors.bounded import bounded_sum
 from persample.factors.rearrange import Cast
 from persample.kernels.gram import gram_norms
 from tests.factors import (
@@ -65,13 +66,13 @@ CANCELLING = "outer outer-blocks outer-written-out groups rows tied convolution 
 def test_norms_of_terms_that_cancel(kind: str, big: float) -> None:
     """No worse than gradients that are written out: the rounding of the terms, not of their squares."""
     factor, want = cancelling(kind, big, torch.float32)
-    norms, sizes = flat(want).norm(dim=1), factor.sizes()
+    norms, sizes = flat(want).norm(dim=1), factor.term_norms()
     allowed = torch.maximum(1e-6 * norms, 16 * torch.finfo(torch.float32).eps * sizes)
     assert bool(((factor.norms() - norms).abs() <= allowed).all())
     # No sample adds more than its norm, whatever it is taken to be, to a clipped sum.
     for i in range(4):
         weights = torch.zeros(4).index_fill(0, torch.tensor(i), 1) / factor.norms()
-        assert float(factor.bounded_sum(weights).norm()) <= 1 + 1e-3
+        assert float(bounded_sum(factor, weights).norm()) <= 1 + 1e-3
 
 
 @settings(CHECKED, max_examples=60)
@@ -128,7 +129,7 @@ def test_huge_and_tiny_values(name: str) -> None:
         found = {
             "norms": (factor.norms(), norms, norms),
             "dot": (factor.dot(ones), n @ flat(ones).t(), norms.unsqueeze(1) * flat(ones)[0].norm()),
-            "sum": (factor.bounded_sum(1 / norms), (n / norms.unsqueeze(1)).sum(0).view(made.shape), 1.0),
+            "sum": (bounded_sum(factor, 1 / norms), (n / norms.unsqueeze(1)).sum(0).view(made.shape), 1.0),
             "gram": (factor.gram(factor), n @ n.t(), norms.max() ** 2),
             "squares": (factor.sum_squares(), n.square().sum(0).view(made.shape), norms.max() ** 2),
         }

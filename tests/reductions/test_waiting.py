@@ -67,15 +67,15 @@ def test_a_sample_that_is_dropped_leaves_nothing() -> None:
 
 
 def test_only_parts_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Norms of a factor of its own are found when it comes; those of parts once, when all of them have come."""
+    """Norms of a factor of its own are computed when it comes; those of parts once, when all of them have come."""
     asked: list[int] = []
-    find = ParameterNorms._find
+    compute = ParameterNorms._compute
 
     def noted(self: ParameterNorms, names: list[str], factor: Factor) -> None:
         asked.append(len(names))
-        find(self, names, factor)
+        compute(self, names, factor)
 
-    monkeypatch.setattr(ParameterNorms, "_find", noted)
+    monkeypatch.setattr(ParameterNorms, "_compute", noted)
     net = Deep()
     ps.norms(losses_of(net, 6, 2), net)
     assert sum(asked) == len(list(net.parameters()))

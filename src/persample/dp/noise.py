@@ -30,7 +30,7 @@ class Scale:
 
     Rounding moves a coordinate of either of two neighbouring sums by half a step of the grid at most, hence their
     difference by ``grid · √size``: this is added to the sensitivity, and the noise grows with it (by less than 0.03%).
-    The sums themselves are exact, and what clipping rounds is within the bound (`persample.factors.exact`).
+    The sums themselves are exact, and what clipping rounds is within the bound (`persample.factors.integer_sums`).
 
     Not covered: tails (normals made from 53-bit uniforms end between 8 and 14 standard deviations), and the time that
     all this takes.

@@ -1,15 +1,20 @@
-"""A tensor's per-sample gradients, kept in the form they are born in.
+"""Factors: the per-sample gradients of a tensor, in the structured form that its op gives them.
+
+The gradient of a linear layer's weight is a sum of outer products, that of an embedding a few rows of a table. A factor
+keeps the parts and computes from them what reductions ask for (norms, sums, inner products), without writing all
+gradients out. `Factor` in `base` says what every form can do; there is one module per form.
 
 Index letters, here and in every rule: B samples, T positions, d in, p out, G groups.
 """
 
 from .base import Factor
+from .bounded import bounded_sums
 from .combine import Sum, View, combine
 from .convolution import Convolution
 from .deferred import Deferred
-from .dense import Dense, Kept, Masked
+from .dense import Dense, DenseCopy, Masked
 from .outer import Outer
-from .part import Part, bounded_sums, one_by_one, regroup, split
+from .part import Part, one_by_one, regroup, split
 from .rows import Rows
 from .workspace import Workspace
 
@@ -17,8 +22,8 @@ __all__ = [
     "Convolution",
     "Deferred",
     "Dense",
+    "DenseCopy",
     "Factor",
-    "Kept",
     "Masked",
     "Outer",
     "Part",

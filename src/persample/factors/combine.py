@@ -1,4 +1,4 @@
-"""Sums and views of factors."""
+"""Factors that are made of others: views of one (`View`), and sums of several (`Sum`, `combine`)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 
 from ..kernels.norms import wide
-from .base import Factor, Selection, Shape, deliver
+from .base import Factor, Selection, Shape
 from .deferred import Deferred
 from .dense import Dense
-from .exact import Exact, Several
+from .integer_sums import IntegerSum, TermsSum
 from .limits import Unit, roundoff
+from .norms import with_untrusted_recomputed
 from .outer import Outer
 from .rearrange import AsComplex, Cast, Rearrangement, Reshape
 from .rows import Rows
+from .stacks import copied_to
 from .tied import tied, tied_bounds, tied_norms
 from .workspace import Workspace
 
@@ -51,24 +53,25 @@ class View(Factor):
         return View(self.base[samples], self._shape, self.rearrange)
 
     def stack(self, out: Tensor | None = None) -> Tensor:
-        return deliver(self.rearrange(self.base.stack()), out)
+        return copied_to(out, self.rearrange(self.base.stack()))
 
     def add_to(self, out: Tensor) -> None:
         out += self.rearrange(self.base.stack())
 
     def elements(self, start: int, stop: int) -> Tensor | None:
-        plain = isinstance(self.rearrange, Reshape) or (isinstance(self.rearrange, Cast) and self.rearrange.is_lossless)
-        found = self.base.elements(start, stop) if plain else None
-        return None if found is None else found.to(self.dtype)
+        rearrange = self.rearrange
+        keeps_order = isinstance(rearrange, Reshape) or (isinstance(rearrange, Cast) and rearrange.is_lossless)
+        elements = self.base.elements(start, stop) if keeps_order else None
+        return None if elements is None else elements.to(self.dtype)
 
-    def take_norms(self, norms: Tensor) -> None:
-        super().take_norms(norms)
+    def set_norms(self, norms: Tensor) -> None:
+        super().set_norms(norms)
         if self.rearrange.is_lossless:
-            self.base.take_norms(norms)
+            self.base.set_norms(norms)
 
     @property
-    def cancels(self) -> bool:
-        return self.rearrange.is_lossless and self.base.cancels
+    def may_cancel(self) -> bool:
+        return self.rearrange.is_lossless and self.base.may_cancel
 
     def prefers_stack(self, reused: bool) -> bool:
         return self.base.prefers_stack(reused) if self.rearrange.is_lossless else True
@@ -76,41 +79,41 @@ class View(Factor):
     def _compute_norms(self, space: Workspace) -> Tensor:
         return self.base.norms(space) if self.rearrange.is_lossless else super()._compute_norms(space)
 
-    def sizes(self) -> Tensor:
-        return self.base.sizes() if self.rearrange.is_lossless else self.norms()
+    def term_norms(self) -> Tensor:
+        return self.base.term_norms() if self.rearrange.is_lossless else self.norms()
 
-    def imprecise(self, space: Workspace | None = None) -> Tensor:
-        return self.base.imprecise(space) if self.rearrange.is_lossless else super().imprecise(space)
+    def cancelling_samples(self, space: Workspace | None = None) -> Tensor:
+        return self.base.cancelling_samples(space) if self.rearrange.is_lossless else super().cancelling_samples(space)
 
-    def rounding(self) -> Tensor:
-        return self.base.rounding()
+    def rounding_errors(self) -> Tensor:
+        return self.base.rounding_errors()
 
     def norm_bounds(self, space: Workspace | None = None) -> Tensor:
         return self.base.norm_bounds(space) if self.rearrange.is_lossless else super().norm_bounds(space)
 
-    def widened(self, dtype: torch.dtype | None = None) -> Factor:
-        base, rearrange = self.base.widened(dtype), self.rearrange
+    def upcast(self, dtype: torch.dtype | None = None) -> Factor:
+        base, rearrange = self.base.upcast(dtype), self.rearrange
         if base is self.base:
             return self
-        if isinstance(rearrange, Cast):  # which may leave out imaginary parts, but rounds no more
+        if isinstance(rearrange, Cast):  # keep dropping imaginary parts, but do not round
             real = base.dtype.is_complex and not self.dtype.is_complex
             return View(base, self._shape, Cast(base.dtype, base.dtype.to_real())) if real else base
         return View(base, self._shape, rearrange)
 
-    def measure(self, space: Workspace) -> None:
+    def cache_batch_independent_norms(self, space: Workspace) -> None:
         if self.rearrange.is_lossless:
-            self.base.measure(space)
+            self.base.cache_batch_independent_norms(space)
         else:
-            super().measure(space)
+            super().cache_batch_independent_norms(space)
 
     @property
-    def rounds_written(self) -> bool:
-        return not self.rearrange.is_lossless or self.base.rounds_written
+    def integer_sum_needs_stack(self) -> bool:
+        return not self.rearrange.is_lossless or self.base.integer_sum_needs_stack
 
-    def exact(self, unit: Unit, space: Workspace) -> Exact:
+    def integer_sum(self, unit: Unit, space: Workspace) -> IntegerSum:
         if not self.rearrange.is_lossless:
-            return super().exact(unit, space)
-        return Moved(self.base.exact(unit, space), self.rearrange, is_complex=self.base.dtype.is_complex)
+            return super().integer_sum(unit, space)
+        return RearrangedSum(self.base.integer_sum(unit, space), self.rearrange, is_complex=self.base.dtype.is_complex)
 
     def weighted_sum(self, weights: Tensor, space: Workspace | None = None) -> Tensor:
         if not self.rearrange.is_lossless:
@@ -133,17 +136,17 @@ class View(Factor):
         return super().gram(other, space)
 
 
-class Moved(Exact):
-    """Gradients with their elements in other places."""
+class RearrangedSum(IntegerSum):
+    """The integer sum of a view: the totals of its base, rearranged."""
 
-    def __init__(self, base: Exact, rearrange: Rearrangement, *, is_complex: bool) -> None:
-        self._base, self._rearrange, self._is_complex = base, rearrange, is_complex  # whether the base is
+    def __init__(self, base: IntegerSum, rearrange: Rearrangement, *, is_complex: bool) -> None:
+        self._base, self._rearrange, self._is_complex = base, rearrange, is_complex  # the last is of the base
         self.limits = base.limits
 
     def totals(self, weights: Tensor, parts: int = 1) -> Tensor:
         total = self._base.totals(weights, parts)
         if isinstance(self._rearrange, (Cast, AsComplex)):
-            return total  # complex numbers are pairs already
+            return total  # totals have complex numbers as pairs
         if not self._is_complex:
             return self._rearrange(total)
         return torch.stack([self._rearrange(t) for t in total.unbind(-1)], -1)
@@ -179,7 +182,7 @@ class Sum(Factor):
     def stack(self, out: Tensor | None = None) -> Tensor:
         total = self.terms[0].stack(out)
         if out is None and isinstance(self.terms[0], (Dense, View)):
-            total = total.to(self.dtype, copy=True)  # a dense term lends its own storage
+            total = total.to(self.dtype, copy=True)  # a dense term returns its own storage
         total = total.to(self.dtype) if out is None else total
         for term in self.terms[1:]:
             term.add_to(total)
@@ -198,37 +201,36 @@ class Sum(Factor):
         return tied(self.terms) is None
 
     def _compute_norms(self, space: Workspace) -> Tensor:
-        both = tied(self.terms)
-        if both is None:
+        table = tied(self.terms)
+        if table is None:
             return super()._compute_norms(space)
-        norms = self.checked(*tied_norms(*both, space), space)
-        del self._imprecise  # both terms may have hidden what cancels in each
+        norms = with_untrusted_recomputed(self, *tied_norms(*table, space), space)
+        del self._cancelling  # which misses what cancels within each of the two terms
         return norms
 
-    def sizes(self) -> Tensor:
-        return torch.stack([term.sizes() for term in self.terms]).sum(0)
+    def term_norms(self) -> Tensor:
+        return torch.stack([term.term_norms() for term in self.terms]).sum(0)
 
-    def rounding(self) -> Tensor:
-        terms = torch.stack([term.rounding() for term in self.terms]).sum(0)
-        added = torch.stack([term.sizes() for term in self.terms]).sum(0)
-        return terms + roundoff(self.dtype, len(self.terms)) * added
+    def rounding_errors(self) -> Tensor:
+        of_terms = torch.stack([term.rounding_errors() for term in self.terms]).sum(0)
+        return of_terms + roundoff(self.dtype, len(self.terms)) * self.term_norms()
 
     def norm_bounds(self, space: Workspace | None = None) -> Tensor:
-        both = tied(self.terms)
-        return super().norm_bounds(space) if both is None else tied_bounds(self.own_norms(space), *both, space)
+        table = tied(self.terms)
+        return super().norm_bounds(space) if table is None else tied_bounds(self.cached_norms(space), *table, space)
 
-    def widened(self, dtype: torch.dtype | None = None) -> Factor:
-        return Sum([term.widened(dtype) for term in self.terms])
+    def upcast(self, dtype: torch.dtype | None = None) -> Factor:
+        return Sum([term.upcast(dtype) for term in self.terms])
 
     @property
-    def rounds_written(self) -> bool:
-        return tied(self.terms) is None and any(term.rounds_written for term in self.terms)
+    def integer_sum_needs_stack(self) -> bool:
+        return tied(self.terms) is None and any(term.integer_sum_needs_stack for term in self.terms)
 
-    def exact(self, unit: Unit, space: Workspace) -> Exact:
-        if self.rounds_written:
-            return super().exact(unit, space)
-        long = replace(unit, dtype=torch.int64)
-        return Several([term.exact(long, space) for term in self.terms], self.norm_bounds(space), unit)
+    def integer_sum(self, unit: Unit, space: Workspace) -> IntegerSum:
+        if self.integer_sum_needs_stack:
+            return super().integer_sum(unit, space)
+        in_int64 = replace(unit, dtype=torch.int64)
+        return TermsSum([term.integer_sum(in_int64, space) for term in self.terms], self.norm_bounds(space), unit)
 
     def weighted_sum(self, weights: Tensor, space: Workspace | None = None) -> Tensor:
         total = self.terms[0].weighted_sum(weights, space)
@@ -250,19 +252,19 @@ class Sum(Factor):
 
 
 def combine(terms: Sequence[Factor]) -> Factor:
-    """The sum of ``terms``: those of one form are set one after another in time."""
+    """The sum of ``terms`` as one factor: outer products and rows are concatenated along their positions."""
     if len(terms) == 1:
         return terms[0]
-    terms = [term.whole() if isinstance(term, Deferred) else term for term in terms]  # so that it can be put together
-    alike: dict[object, list[Factor]] = {}
+    terms = [term.compute_all() if isinstance(term, Deferred) else term for term in terms]  # to be concatenated
+    groups: dict[object, list[Factor]] = {}
     for position, term in enumerate(terms):
-        alike.setdefault(_form(term, position), []).append(term)
-    every = [_concatenated(group) if len(group) > 1 else group[0] for group in alike.values()]
-    return every[0] if len(every) == 1 else Sum(every)
+        groups.setdefault(_concatenation_key(term, position), []).append(term)
+    concatenated = [_concatenated(group) if len(group) > 1 else group[0] for group in groups.values()]
+    return concatenated[0] if len(concatenated) == 1 else Sum(concatenated)
 
 
-def _form(term: Factor, position: int) -> object:
-    """What terms have in common that can be concatenated; others stay alone."""
+def _concatenation_key(term: Factor, position: int) -> object:
+    """Equal for terms that can be concatenated, and different for all others."""
     if isinstance(term, Outer):
         return Outer, term.left.shape[1:-2], term.shape, term.dtype
     return (Rows, term.shape, term.dtype) if isinstance(term, Rows) else position

@@ -1,4 +1,4 @@
-"""Gradients of convolution weights."""
+"""Gradients of convolution weights, made from the inputs and cotangents of the convolution."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ from ..kernels.convolution import (
 )
 from ..kernels.gram import ROWS, terms_in
 from ..kernels.norms import row_norms, wide
-from .base import Factor, Selection, Shape, deliver
-from .exact import POSITIONS, Exact, Product
+from .base import Factor, Selection, Shape
+from .integer_sums import STACK_POSITIONS, IntegerSum, ProductSum
 from .limits import Unit, gram_bounds, roundoff
+from .norms import norms_from_gram, with_untrusted_recomputed
 from .workspace import Workspace
 
-_SOME_SAMPLES = 32  # for choices that must not depend on how many there are
-_TEMPORARIES = 3  # times a gradient: room for what a kernel writes beside it
-_OUTSIDE_CACHE = 4  # times the cache: what the library may read of inputs and cotangents, which it does once
+_SOME_SAMPLES = 32  # a batch size for choices that must not depend on the real one
+_TEMPORARIES = 3  # times the size of a gradient: room for what a kernel writes beside it
+_OUTSIDE_CACHE = 4  # times the cache: inputs and cotangents for the library, which reads them only once
 
 
 class Convolution(Factor):
@@ -61,10 +62,10 @@ class Convolution(Factor):
 
     def stack(self, out: Tensor | None = None) -> Tensor:
         if out is not None and (not out.is_contiguous() or out.dtype != self.dtype):
-            return deliver(self.stack(), out)
+            return out.copy_(self.stack())
         return weight_per_sample(self.x, self.dy, self.size, self.geometry, out=out)
 
-    def widened(self, dtype: torch.dtype | None = None) -> Convolution:
+    def upcast(self, dtype: torch.dtype | None = None) -> Convolution:
         dtype = dtype or wide(self.dtype)
         if dtype == self.dtype:
             return self
@@ -90,7 +91,7 @@ class Convolution(Factor):
 
     @property
     def _sizes(self) -> Sizes:
-        """What choices go by."""
+        """The sizes by which kernels are chosen."""
         return Sizes.of(self.x, self.dy, self.size, self.geometry)
 
     def prefers_stack(self, reused: bool) -> bool:
@@ -100,7 +101,7 @@ class Convolution(Factor):
         return self.NORMS[choose(self._sizes, "norms")](self, space)
 
     def _norms_by_stack(self, space: Workspace) -> Tensor:
-        """In portions that stay in cache, with what the kernels write on the way."""
+        """Norms of gradients that are written out, for so few samples at a time that caches hold them."""
         own_memory = chosen_kernel(self.x, self.dy, self.size, self.geometry) in ("library", "forward")
         temporaries, norms = _TEMPORARIES * self.numel, []
         for part in self._in_cache(space, temporaries, self._cached_elements if own_memory else temporaries):
@@ -110,27 +111,29 @@ class Convolution(Factor):
 
     @property
     def _cached_elements(self) -> int:
-        """Elements of a sample to have in cache for the library's kernels: not all, as its calls are dear."""
+        """Elements of a sample to keep in cache for the library's kernels: not all, as each call is expensive."""
         return max(self.numel, (prod(self.x.shape[1:]) + prod(self.dy.shape[1:])) // _OUTSIDE_CACHE)
 
     def _norms_by_patches(self, space: Workspace) -> Tensor:
+        """Norms from the Gram matrices of cotangents and unfolded inputs."""
         groups = self.geometry.groups
         each = self._patches + 2 * groups * self.positions * min(self.positions, ROWS)
-        parts = (
+        pairs = (
             part._matrices(space.take((part.batch, self._patches), wide(self.dtype), self.device))
             for part in self._in_cache(space, each, each)
         )
-        return self._norms_by_gram(parts, groups, space)
+        return norms_from_gram(self, pairs, groups, space)
 
     def _norms_by_pixels(self, space: Workspace) -> Tensor:
+        """Norms from the Gram matrices of cotangents and inputs, without unfolding."""
         dtype, groups = wide(self.dtype), self.geometry.groups
-        norms, holds = [], []
+        norms, trusted = [], []
         pixels = self.x.shape[1] * prod(self._read_size)
         for part in self._portions(space, 3 * groups * pixels * min(pixels, 2 * ROWS)):
             each, ok = pixel_gram_norms(part.x.to(dtype), part.dy.to(dtype), self.size, self.geometry, self.dtype)
             norms.append(each if groups == 1 else row_norms(each.view(-1, groups)))
-            holds.append(ok.view(-1, groups).all(1))
-        return self.checked(torch.cat(norms), torch.cat(holds), space)
+            trusted.append(ok.view(-1, groups).all(1))
+        return with_untrusted_recomputed(self, torch.cat(norms), torch.cat(trusted), space)
 
     NORMS: ClassVar[Mapping[str, Callable[[Convolution, Workspace], Tensor]]] = {
         "stack": _norms_by_stack,
@@ -139,81 +142,81 @@ class Convolution(Factor):
     }
 
     def _matrices(self, out: Tensor) -> tuple[Tensor, Tensor]:
-        """Cotangents and patches, the latter in the memory of ``out``."""
+        """Cotangents and unfolded inputs as matrices, the latter in the memory of ``out``."""
         return as_matrices(self.x.to(out.dtype), self.dy.to(out.dtype), self.size, self.geometry, out)
 
     @property
     def _read_size(self) -> Shape:
-        """How many pixels are read, padding included, by axis."""
+        """How many pixels the kernel reads along each axis, padding included."""
         return self.geometry.read_size((self.x if self.geometry.transposed else self.dy).shape[3:], self.size[2:])
 
     def _portions(self, space: Workspace, elements: int) -> Iterator[Convolution]:
-        """A few samples at a time that have so many elements of temporaries each."""
+        """The factor, a few samples at a time, where each sample needs ``elements`` elements of temporary memory."""
         for some in space.chunks(self.batch, elements * wide(self.dtype).itemsize):
             yield self if some.stop - some.start == self.batch else self[some]
 
     def _in_cache(self, space: Workspace, elements: int, cached: int) -> Iterator[Convolution]:
-        """`_portions` of no more samples than caches hold, if ``cached`` elements of each are to be there."""
-        most = samples_per_step(cached, self.x)
+        """`_portions` of no more samples than caches hold, with ``cached`` elements of each."""
+        step = samples_per_step(cached, self.x)
         for part in self._portions(space, elements):
-            for start in range(0, part.batch, most):
-                yield part if part.batch <= most else part[start : start + most]
+            for start in range(0, part.batch, step):
+                yield part if part.batch <= step else part[start : start + step]
 
-    def sizes(self) -> Tensor:
-        """As for outer products; every input is in at most as many patches as the kernel has places."""
+    def term_norms(self) -> Tensor:
+        """‖x‖‖dy‖ times the root of the kernel's size, as every input is in at most so many patches."""
         return row_norms(self.x) * row_norms(self.dy) * math.sqrt(prod(self.size[2:]))
 
     @property
-    def rounds_written(self) -> bool:
-        return self.positions >= POSITIONS
+    def integer_sum_needs_stack(self) -> bool:
+        return self.positions >= STACK_POSITIONS
 
-    def rounding(self) -> Tensor:
-        return roundoff(self.dtype, self.positions) * self.sizes()
+    def rounding_errors(self) -> Tensor:
+        return roundoff(self.dtype, self.positions) * self.term_norms()
 
     def norm_bounds(self, space: Workspace | None = None) -> Tensor:
-        if self.rounds_written or self._way == "stack":
+        if self.integer_sum_needs_stack or self._way_to_norms == "stack":
             return super().norm_bounds(space)
-        self.measure(space or Workspace())
+        self.cache_batch_independent_norms(space or Workspace())
         read, other = (self.dy, self.x) if self.geometry.transposed else (self.x, self.dy)
         channels, kernel = read.shape[2] // self.geometry.groups, prod(self.size[2:])
         terms = max(terms_in(channels * kernel), channels + kernel) + terms_in(other.shape[2])
-        return gram_bounds(self.own_norms(space), self.sizes(), terms, self.dtype)
+        return gram_bounds(self.cached_norms(space), self.term_norms(), terms, self.dtype)
 
-    def measure(self, space: Workspace) -> None:
-        if self.rounds_written or wide(self.dtype) != self.dtype:
-            super().measure(space)
-        elif not self.knows_norms and self.batch and self.numel:
-            self._norms = self.NORMS[self._way](self, space)
+    def cache_batch_independent_norms(self, space: Workspace) -> None:
+        if self.integer_sum_needs_stack or wide(self.dtype) != self.dtype:
+            super().cache_batch_independent_norms(space)
+        elif not self.has_norms and self.batch and self.numel:
+            self._norms = self.NORMS[self._way_to_norms](self, space)
 
     @property
-    def _way(self) -> str:
-        """The way to norms that would be chosen for one batch size, whatever this one's is."""
+    def _way_to_norms(self) -> str:
+        """The way to norms that is chosen for a fixed batch size, whatever the real one is."""
         return choose(replace(self._sizes, B=_SOME_SAMPLES), "norms")
 
-    def exact(self, unit: Unit, space: Workspace) -> Exact:
-        if self.rounds_written:
-            return super().exact(unit, space)
+    def integer_sum(self, unit: Unit, space: Workspace) -> IntegerSum:
+        if self.integer_sum_needs_stack:
+            return super().integer_sum(unit, space)
 
         def multiply(x: Tensor, dy: Tensor, parts: int) -> Tensor:
             pairs = zip(x.chunk(parts), dy.chunk(parts), strict=True) if len(x) else [(x, dy)] * parts
             sums = [weight_summed(a, b, self.size, self.geometry) for a, b in pairs]
-            return torch.stack(sums).round_()  # some algorithms for convolutions do more than to add up products
+            return torch.stack(sums).round_()  # some algorithms for convolutions do not only add up products
 
         norms, spread = (row_norms(self.x), row_norms(self.dy)), math.sqrt(prod(self.size[2:]))
-        return Product((self.x, self.dy), norms, multiply, self.norm_bounds(space), unit, space, spread=spread)
+        return ProductSum((self.x, self.dy), norms, multiply, self.norm_bounds(space), unit, space, spread=spread)
 
     def weighted_sum(self, weights: Tensor, space: Workspace | None = None) -> Tensor:
-        """The library's own summed gradient, of scaled inputs or cotangents, whichever are fewer."""
+        """The library's own gradient for a batch, with the weights on inputs or cotangents, whichever are smaller."""
         dtype = wide(self.dtype)
         x, dy, scale = self.x.to(dtype), self.dy.to(dtype), weights.to(dtype).view(-1, *[1] * (self.x.ndim - 1))
         x, dy = (x * scale, dy) if x.numel() < dy.numel() else (x, dy * scale)
         return weight_summed(x, dy, self.size, self.geometry)
 
     def dot(self, directions: Tensor, space: Workspace | None = None) -> Tensor:
-        """The cotangents times the input convolved with each direction, unless the gradients serve several of them."""
+        """⟨dy, x convolved with v⟩ for up to two directions; for more of them, writing gradients out costs less."""
         if len(directions) > 2 or not self.x.numel() or not self.dy.numel():
             return super().dot(directions, space)
         dtype = wide(self.dtype)
         x, dy = self.x.to(dtype), self.dy.to(dtype)
-        found = [(dy * convolve(x, v.to(dtype), self.geometry)).flatten(1).sum(1) for v in directions]
-        return torch.stack(found, 1) if found else dy.new_zeros(self.batch, 0)
+        products = [(dy * convolve(x, v.to(dtype), self.geometry)).flatten(1).sum(1) for v in directions]
+        return torch.stack(products, 1) if products else dy.new_zeros(self.batch, 0)

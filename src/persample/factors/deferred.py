@@ -1,4 +1,4 @@
-"""Outer products of which one side is large, and computed when it is needed for a few samples at a time."""
+"""Outer products with a side that is too large to keep: it is computed when needed, for a few samples at a time."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from torch import Tensor
 
 from ..kernels.norms import wide
 from .base import Factor, Selection, Shape
-from .exact import ELEMENTS, POSITIONS, Exact, InTurns
+from .integer_sums import STACK_ELEMENTS, STACK_POSITIONS, ChunkedSum, IntegerSum
 from .limits import Unit, roundoff
 from .outer import Outer
 from .workspace import Workspace
 
 
 class Deferred(Factor):
-    """``make(samples)`` are the outer products of some samples; ``most`` says of how many at a time.
+    """Outer products that ``make(samples)`` computes, for at most ``max_samples`` samples at a time.
 
-    Every answer costs another call of ``make`` for every sample: what would have been kept is computed again.
+    Nothing is kept: every method calls ``make`` again for every sample.
     """
 
-    __slots__ = ("_batch", "_make", "_most", "_shape", "_tensors", "positions")
+    __slots__ = ("_batch", "_make", "_max_samples", "_shape", "_tensors", "positions")
 
     def __init__(
         self,
@@ -30,9 +30,9 @@ class Deferred(Factor):
         positions: int,
         shape: Shape,
         tensors: tuple[Tensor, ...],
-        most: int,
+        max_samples: int,
     ) -> None:
-        self._make, self._batch, self._shape, self._most = make, batch, shape, max(most, 1)
+        self._make, self._batch, self._shape, self._max_samples = make, batch, shape, max(max_samples, 1)
         self.positions = positions  # T
         self._tensors = tensors  # what ``make`` reads; the first has the dtype of the gradients
 
@@ -51,22 +51,23 @@ class Deferred(Factor):
     def __getitem__(self, samples: Selection) -> Outer:
         return self._make(samples)
 
-    def whole(self) -> Outer:
-        """The same, kept."""
+    def compute_all(self) -> Outer:
+        """The outer products of all samples, to be kept."""
         return self._make(slice(0, self.batch))
 
     def _slices(self) -> Iterator[slice]:
-        for start in range(0, max(self.batch, 1), self._most):  # once, if there are none
-            yield slice(start, min(start + self._most, self.batch))
+        for start in range(0, max(self.batch, 1), self._max_samples):  # one empty slice for no samples
+            yield slice(start, min(start + self._max_samples, self.batch))
 
     def _parts(self) -> Iterator[tuple[slice, Outer]]:
         return ((some, self._make(some)) for some in self._slices())
 
     def stack(self, out: Tensor | None = None) -> Tensor:
-        found = torch.empty(self.batch, *self.shape, dtype=self.dtype, device=self.device) if out is None else out
+        if out is None:
+            out = torch.empty(self.batch, *self.shape, dtype=self.dtype, device=self.device)
         for some, part in self._parts():
-            part.stack(found[some])
-        return found
+            part.stack(out[some])
+        return out
 
     def prefers_stack(self, reused: bool) -> bool:
         p, d = self.shape
@@ -74,42 +75,42 @@ class Deferred(Factor):
         return Outer(left, right).prefers_stack(reused)
 
     def _compute_norms(self, space: Workspace) -> Tensor:
-        found, imprecise = [], []
+        norms, cancelling = [], []
         for some, part in self._parts():
-            found.append(part.norms(space))
-            imprecise.append(part.imprecise(space) + some.start)
-        self._imprecise = torch.cat(imprecise)
-        return torch.cat(found)
+            norms.append(part.norms(space))
+            cancelling.append(part.cancelling_samples(space) + some.start)
+        self._cancelling = torch.cat(cancelling)
+        return torch.cat(norms)
 
-    def sizes(self) -> Tensor:
-        return torch.cat([part.sizes() for _, part in self._parts()])
+    def term_norms(self) -> Tensor:
+        return torch.cat([part.term_norms() for _, part in self._parts()])
 
-    def widened(self, dtype: torch.dtype | None = None) -> Factor:
-        return self.whole().widened(dtype)
+    def upcast(self, dtype: torch.dtype | None = None) -> Factor:
+        return self.compute_all().upcast(dtype)
 
-    def rounding(self) -> Tensor:
-        return roundoff(self.dtype, self.positions) * self.sizes()
+    def rounding_errors(self) -> Tensor:
+        return roundoff(self.dtype, self.positions) * self.term_norms()
 
     def norm_bounds(self, space: Workspace | None = None) -> Tensor:
-        if self.rounds_written:
+        if self.integer_sum_needs_stack:
             return super().norm_bounds(space)
-        return torch.cat([self._known(some, space).norm_bounds(space) for some in self._slices()])
+        return torch.cat([self._part_with_norms(some, space).norm_bounds(space) for some in self._slices()])
 
     @property
-    def rounds_written(self) -> bool:
-        return self.dtype.is_complex or (self.positions >= POSITIONS and self.numel <= ELEMENTS)
+    def integer_sum_needs_stack(self) -> bool:
+        return self.dtype.is_complex or (self.positions >= STACK_POSITIONS and self.numel <= STACK_ELEMENTS)
 
-    def exact(self, unit: Unit, space: Workspace) -> Exact:
-        def made(some: slice) -> Callable[[], Exact]:
-            return lambda: self._known(some, space).exact(unit, space)
+    def integer_sum(self, unit: Unit, space: Workspace) -> IntegerSum:
+        def make_later(some: slice) -> Callable[[], IntegerSum]:
+            return lambda: self._part_with_norms(some, space).integer_sum(unit, space)
 
-        return InTurns([(some, made(some)) for some in self._slices()])
+        return ChunkedSum([(some, make_later(some)) for some in self._slices()])
 
-    def _known(self, some: slice, space: Workspace | None) -> Outer:
-        """A part that knows its norms."""
-        self.measure(space or Workspace())
+    def _part_with_norms(self, some: slice, space: Workspace | None) -> Outer:
+        """The outer products of some samples, with the norms that are already computed."""
+        self.cache_batch_independent_norms(space or Workspace())
         part = self._make(some)
-        part._norms = self.own_norms(space)[some]
+        part.set_norms(self.cached_norms(space)[some])
         return part
 
     def weighted_sum(self, weights: Tensor, space: Workspace | None = None) -> Tensor:
@@ -122,8 +123,8 @@ class Deferred(Factor):
         return torch.cat([part.dot(directions, space) for _, part in self._parts()])
 
     def gram(self, other: Factor, space: Workspace | None = None) -> Tensor:
-        """Every pair of samples meets: here both are kept."""
-        return self.whole().gram(other.whole() if isinstance(other, Deferred) else other, space)
+        """Every pair of samples meets: the outer products of all samples are kept at once."""
+        return self.compute_all().gram(other.compute_all() if isinstance(other, Deferred) else other, space)
 
     def compress(self, left: Tensor, right: Tensor, space: Workspace | None = None) -> Tensor:
         return torch.cat([part.compress(left, right, space) for _, part in self._parts()])

@@ -1,4 +1,4 @@
-"""Gradients held as they are."""
+"""Gradients that are written out already: one tensor for every sample, or one whose elements samples divide up."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from ..kernels.norms import row_norms, wide, widest
-from .base import Factor, Selection, Shape, deliver, real_rows
+from .base import Factor, Selection, Shape
+from .precise import precise_stacks, recompute_cancelled
+from .stacks import copied_to, real_rows
 from .workspace import Workspace
 
 
@@ -16,7 +18,7 @@ class Dense(Factor):
     """value (B, *shape): scales and shifts of norms, biases, broadcast parameters, whatever was pulled back."""
 
     __slots__ = ("value",)
-    cancels = False
+    may_cancel = False
 
     def __init__(self, value: Tensor) -> None:
         self.value = value
@@ -43,7 +45,7 @@ class Dense(Factor):
         return Dense(self.value[samples])
 
     def stack(self, out: Tensor | None = None) -> Tensor:
-        return deliver(self.value, out)
+        return copied_to(out, self.value)
 
     def stacks(self, space: Workspace) -> Iterator[tuple[slice, Tensor]]:
         yield slice(0, self.batch), self.value
@@ -60,11 +62,11 @@ class Dense(Factor):
     def _compute_norms(self, space: Workspace) -> Tensor:
         return row_norms(self.value)
 
-    def measure(self, space: Workspace) -> None:
-        self.own_norms(space)
+    def cache_batch_independent_norms(self, space: Workspace) -> None:
+        self.cached_norms(space)
 
-    def rounding(self) -> Tensor:
-        return torch.zeros_like(self.own_norms())
+    def rounding_errors(self) -> Tensor:
+        return torch.zeros_like(self.cached_norms())
 
     def weighted_sum(self, weights: Tensor, space: Workspace | None = None) -> Tensor:
         if self.dtype.is_complex:
@@ -72,49 +74,52 @@ class Dense(Factor):
         rows = real_rows(self.value)
         return (weights.to(rows.dtype).unsqueeze(0) @ rows).view(self.shape)
 
-    def weighted_sums(self, count: int, weights: Tensor, space: Workspace) -> Sequence[Tensor]:
-        """One batched product."""
+    def weighted_sums_of_parts(self, count: int, weights: Tensor, space: Workspace) -> Sequence[Tensor]:
+        """One batched product for all parts."""
         if self.dtype.is_complex:
-            return super().weighted_sums(count, weights, space)
+            return super().weighted_sums_of_parts(count, weights, space)
         rows = real_rows(self.value).view(count, len(weights), self.numel)
         sums = weights.to(rows.dtype).expand(count, 1, len(weights)) @ rows
         return [total.clone() for total in sums.view(count, *self.shape)]
 
 
-class Kept(Dense):
-    """Gradients that were written out by another factor, with what rounding may have done to them: (B,)."""
+class DenseCopy(Dense):
+    """The gradients of another factor, written out, with bounds (B,) of the rounding errors that they contain."""
 
-    __slots__ = ("slack",)
+    __slots__ = ("errors",)
 
-    def __init__(self, value: Tensor, slack: Tensor) -> None:
+    def __init__(self, value: Tensor, errors: Tensor) -> None:
         super().__init__(value)
-        self.slack = slack
+        self.errors = errors
 
     @classmethod
-    def of(cls, factor: Factor, out: Tensor, space: Workspace) -> Kept:
-        """Written into ``out``, in float32 or wider."""
-        found = cls(out, factor.rounding())
+    def of(cls, factor: Factor, out: Tensor, space: Workspace) -> DenseCopy:
+        """Write the gradients of ``factor`` into ``out``, in float32 or wider."""
+        copy = cls(out, factor.rounding_errors())
         if out.dtype == factor.dtype:
             factor.stack(out)
-            if factor.cancels and factor.batch and factor.numel:
-                found._norms = factor._write_again(out)
+            if factor.may_cancel and factor.batch and factor.numel:
+                copy._norms = recompute_cancelled(factor, out)
         else:
-            for some, part in factor.wide_stacks(space):
-                out[some] = part
-        return found
+            for some, stack in precise_stacks(factor, space):
+                out[some] = stack
+        return copy
 
-    def __getitem__(self, samples: Selection) -> Kept:
-        return Kept(self.value[samples], self.slack[samples])
+    def __getitem__(self, samples: Selection) -> DenseCopy:
+        return DenseCopy(self.value[samples], self.errors[samples])
 
-    def rounding(self) -> Tensor:
-        return self.slack
+    def rounding_errors(self) -> Tensor:
+        return self.errors
 
 
 class Masked(Factor):
-    """value (*shape) of which every element is one sample's: gradient i is value where index == i, else 0."""
+    """Elements that belong to one sample each: gradient b is value (*shape) where index == b, and 0 elsewhere.
+
+    Elements with index -1 belong to no sample. The index may have any shape that broadcasts to that of the value.
+    """
 
     __slots__ = ("_batch", "index", "value")
-    cancels = False
+    may_cancel = False
 
     def __init__(self, value: Tensor, index: Tensor, batch: int) -> None:
         self.value, self.index, self._batch = value, index.to(value.device), batch
@@ -133,7 +138,7 @@ class Masked(Factor):
 
     def __getitem__(self, samples: Selection) -> Masked:
         chosen = torch.arange(self._batch, device=self.device)[samples]
-        place = torch.full((self._batch + 1,), -1, device=self.device)  # the last one is for -1, nobody
+        place = torch.full((self._batch + 1,), -1, device=self.device)  # index -1, which is no sample, picks the last
         place[chosen] = torch.arange(len(chosen), device=self.device)
         return Masked(self.value, place[self.index], len(chosen))
 
@@ -146,8 +151,8 @@ class Masked(Factor):
                 out[sample] = self.value
             return out
         samples = torch.arange(self._batch, device=self.value.device)
-        mine = self.index.unsqueeze(0) == samples.reshape(-1, *[1] * self.value.ndim)
-        return out.copy_(self.value.unsqueeze(0).expand_as(out)).masked_fill_(~mine, 0)
+        owned = self.index.unsqueeze(0) == samples.reshape(-1, *[1] * self.value.ndim)
+        return out.copy_(self.value.unsqueeze(0).expand_as(out)).masked_fill_(~owned, 0)
 
     def add_to(self, out: Tensor) -> None:
         if self.index.numel() == 1:
@@ -159,17 +164,17 @@ class Masked(Factor):
     def prefers_stack(self, reused: bool) -> bool:
         return False
 
-    def measure(self, space: Workspace) -> None:
-        self.own_norms(space)
+    def cache_batch_independent_norms(self, space: Workspace) -> None:
+        self.cached_norms(space)
 
-    def rounding(self) -> Tensor:
-        return torch.zeros_like(self.own_norms())
+    def rounding_errors(self) -> Tensor:
+        return torch.zeros_like(self.cached_norms())
 
     def _per_sample(self, values: Tensor) -> Tensor:
-        """(*shape) -> (B,): every sample's own elements summed."""
+        """(*shape) -> (B,): the sum over the elements of every sample."""
         index = self.index.expand(self.shape).reshape(-1)
-        found = values.new_zeros(self._batch + 1)
-        return found.index_add_(0, torch.where(index < 0, self._batch, index), values.reshape(-1))[: self._batch]
+        sums = values.new_zeros(self._batch + 1)
+        return sums.index_add_(0, torch.where(index < 0, self._batch, index), values.reshape(-1))[: self._batch]
 
     def _compute_norms(self, space: Workspace) -> Tensor:
         size = self.value.abs().to(widest(self.device))
@@ -188,5 +193,5 @@ class Masked(Factor):
         value = self.value.to(wide(self.dtype))
         if value.is_complex():
             return super().dot(directions, space)
-        found = [self._per_sample(value * v.to(value.dtype)) for v in directions]
-        return torch.stack(found, 1) if found else value.new_zeros(self._batch, 0)
+        products = [self._per_sample(value * v.to(value.dtype)) for v in directions]
+        return torch.stack(products, 1) if products else value.new_zeros(self._batch, 0)

@@ -11,13 +11,14 @@ from torch import Tensor
 from ..kernels.gram import BLOCK, terms_in
 from ..kernels.norms import row_norms, wide, widest
 from .base import Factor, Selection, Shape
-from .exact import ELEMENTS, POSITIONS, Exact, Product
+from .integer_sums import STACK_ELEMENTS, STACK_POSITIONS, IntegerSum, ProductSum
 from .limits import Unit, gram_bounds, roundoff
+from .norms import norms_from_gram
 from .workspace import Workspace
 
-# What is written and read costs as much as so many multiplications of a matrix product: an element of two Gram
-# matrices, of a stack in scratch memory, and of a stack that is kept and read twice.
-_PAIR, _SCRATCH, _KEPT = 60, 12, 30
+# What writing and reading one element costs, in multiplications of a matrix product: of both Gram matrices, of a stack
+# in scratch memory, and of a stack that is kept and read twice.
+_GRAM_COST, _SCRATCH_COST, _KEPT_COST = 60, 12, 30
 
 
 class Outer(Factor):
@@ -28,7 +29,7 @@ class Outer(Factor):
 
     def __init__(self, left: Tensor, right: Tensor, scale: float = 1.0, memo: dict[str, Tensor] | None = None) -> None:
         self.left, self.right, self.scale = left, right, scale
-        self.memo = memo  # what factors with the same ``left`` share
+        self.memo = memo  # results about ``left`` that factors with the same one share
 
     @property
     def batch(self) -> int:
@@ -50,7 +51,7 @@ class Outer(Factor):
     def __getitem__(self, samples: Selection) -> Outer:
         return Outer(self.left[samples], self.right[samples], self.scale, None if self.memo is None else {})
 
-    def widened(self, dtype: torch.dtype | None = None) -> Outer:
+    def upcast(self, dtype: torch.dtype | None = None) -> Outer:
         dtype = dtype or wide(self.dtype)
         dtype = dtype.to_complex() if self.dtype.is_complex and not dtype.is_complex else dtype
         if dtype == self.dtype:
@@ -63,7 +64,7 @@ class Outer(Factor):
         return Outer(self.right, self.left, self.scale)
 
     @property
-    def cancels(self) -> bool:
+    def may_cancel(self) -> bool:
         return self.positions > 1
 
     @staticmethod
@@ -103,14 +104,16 @@ class Outer(Factor):
         return rows.stack().flatten(1)[:, start:stop]
 
     def prefers_stack(self, reused: bool) -> bool:
-        """Whether half of T²(p + d) is more than T·p·d and the traffic; a stack that is reused saves T·p·d later."""
+        """Do two Gram matrices, T²(p + d) / 2, cost more than a stack, T·p·d? One that is reused saves T·p·d later."""
         T, p, d = self.positions, self.left.shape[-1], self.right.shape[-1]
         if T <= 1:
             return False
         if self.dtype.is_complex:
             return True
         pairs, shared = T * (T + min(T, BLOCK)) // 2, self.memo is not None
-        return pairs * ((p // 2 if shared else p) + d + _PAIR) > p * d * (_KEPT if reused else T + _SCRATCH)
+        return pairs * ((p // 2 if shared else p) + d + _GRAM_COST) > p * d * (
+            _KEPT_COST if reused else T + _SCRATCH_COST
+        )
 
     def _compute_norms(self, space: Workspace) -> Tensor:
         if not self.positions:
@@ -120,25 +123,25 @@ class Outer(Factor):
         return super()._compute_norms(space) if self.prefers_stack(False) else self._gram_norms(space)
 
     def _product_norms(self) -> Tensor:
-        """One position: ‖l ⊗ r‖ = ‖l‖‖r‖, and the groups' norms together."""
+        """One position: ‖l ⊗ r‖ = ‖l‖‖r‖ for every group, and the norm of these."""
         left, right = (t.reshape(-1, t.shape[-1]) for t in (self.left, self.right))
         each = self.side_norms[0] * self.side_norms[1] if self.left.ndim == 3 else row_norms(left) * row_norms(right)
         if self.scale != 1.0:
             each *= abs(self.scale)
-        most = torch.finfo(self.dtype).max
-        if bool((each > most).any()):  # infinite where an element is too large for the gradients' dtype
+        limit = torch.finfo(self.dtype).max
+        if bool((each > limit).any()):  # infinite where an element is too large for the gradients' dtype
             largest = left.abs().amax(1).to(each) * right.abs().amax(1).to(each) * abs(self.scale)
-            each = each.masked_fill(largest > most, float("inf"))
+            each = each.masked_fill(largest > limit, float("inf"))
         return each if self.left.ndim == 3 else row_norms(each.view(self.batch, -1))
 
     def _gram_norms(self, space: Workspace) -> Tensor:
         dtype, T, groups = wide(self.dtype), self.positions, prod(self.left.shape[1:-2])
         some = space.chunks(self.batch, 2 * groups * min(T, BLOCK) * T * dtype.itemsize)
         both = self.left, self.right
-        parts = ([t[b].to(dtype).reshape(-1, T, t.shape[-1]) for t in both] for b in some)
-        return self._norms_by_gram(parts, groups, space, abs(self.scale), self.memo)
+        pairs = ([t[b].to(dtype).reshape(-1, T, t.shape[-1]) for t in both] for b in some)
+        return norms_from_gram(self, pairs, groups, space, abs(self.scale), self.memo)
 
-    def sizes(self) -> Tensor:
+    def term_norms(self) -> Tensor:
         """Σ_t ‖l_t‖‖r_t‖ ≤ ‖l‖‖r‖."""
         if self.positions <= 1:
             return self.norms()
@@ -146,41 +149,41 @@ class Outer(Factor):
 
     @property
     def side_norms(self) -> tuple[Tensor, Tensor]:
-        """(B,) each: the norms of all that is left of a sample, and of all that is right (computed once)."""
+        """(B,) each: the norms of left[b] and of right[b], over all positions (computed once)."""
         if not hasattr(self, "_side_norms"):
             self._side_norms = row_norms(self.left), row_norms(self.right)
         return self._side_norms
 
     @property
-    def rounds_written(self) -> bool:
-        return self.dtype.is_complex or (self.positions >= POSITIONS and self.numel <= ELEMENTS)
+    def integer_sum_needs_stack(self) -> bool:
+        return self.dtype.is_complex or (self.positions >= STACK_POSITIONS and self.numel <= STACK_ELEMENTS)
 
-    def rounding(self) -> Tensor:
-        terms = 4 * self.positions if self.dtype.is_complex else self.positions  # each product is of four
-        return roundoff(self.dtype, terms) * self.sizes()
+    def rounding_errors(self) -> Tensor:
+        terms = 4 * self.positions if self.dtype.is_complex else self.positions  # a complex product is four real ones
+        return roundoff(self.dtype, terms) * self.term_norms()
 
     def norm_bounds(self, space: Workspace | None = None) -> Tensor:
-        if self.positions <= 1 or self.rounds_written or self.prefers_stack(False):
+        if self.positions <= 1 or self.integer_sum_needs_stack or self.prefers_stack(False):
             return super().norm_bounds(space)
-        self.measure(space or Workspace())
-        norms = self.own_norms(space)
+        self.cache_batch_independent_norms(space or Workspace())
+        norms = self.cached_norms(space)
         terms = terms_in(self.left.shape[-1]) + terms_in(self.right.shape[-1])
-        return gram_bounds(norms, self.sizes(), terms, self.dtype)
+        return gram_bounds(norms, self.term_norms(), terms, self.dtype)
 
-    def exact(self, unit: Unit, space: Workspace) -> Exact:
-        if self.rounds_written:
-            return super().exact(unit, space)
+    def integer_sum(self, unit: Unit, space: Workspace) -> IntegerSum:
+        if self.integer_sum_needs_stack:
+            return super().integer_sum(unit, space)
         sides, bounds = (self.left, self.right), self.norm_bounds(space)
-        return Product(sides, self.side_norms, _sums_of_parts, bounds, unit, space, scale=self.scale)
+        return ProductSum(sides, self.side_norms, _sums_of_parts, bounds, unit, space, scale=self.scale)
 
     def weighted_sum(self, weights: Tensor, space: Workspace | None = None) -> Tensor:
         """One product (weights · left)ᵀ @ right over all samples and positions."""
         return _summed(*self._weighted(weights))
 
-    def weighted_sums(self, count: int, weights: Tensor, space: Workspace) -> Sequence[Tensor]:
-        """One batched product."""
+    def weighted_sums_of_parts(self, count: int, weights: Tensor, space: Workspace) -> Sequence[Tensor]:
+        """One batched product for all parts."""
         if self.left.ndim != 3:
-            return super().weighted_sums(count, weights, space)
+            return super().weighted_sums_of_parts(count, weights, space)
         return [total.clone() for total in _sums_of_parts(*self._weighted(weights.repeat(count)), count)]
 
     def _weighted(self, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -193,7 +196,7 @@ class Outer(Factor):
         return (left * scaled, right) if left.shape[-1] <= right.shape[-1] else (left, right * scaled)
 
     def sum_squares(self, center: Tensor | None = None, space: Workspace | None = None) -> Tensor:
-        """One position: Σ (l ⊗ r)² = (l²)ᵀ(r²), less the square of the mean; in float64, as little may be left."""
+        """One position: Σ (l ⊗ r)² = (l²)ᵀ(r²), less the square of the mean; in float64, as the terms may cancel."""
         dtype = widest(self.device)
         short = self.positions == 1 and self.left.ndim == 3 and not self.dtype.is_complex
         if not short or (center is not None and self.dtype == dtype):
@@ -205,13 +208,13 @@ class Outer(Factor):
         return total.clamp_(min=0).to(wide(self.dtype))
 
     def dot(self, directions: Tensor, space: Workspace | None = None) -> Tensor:
-        """Σ_t l_tᵀ V r_t: a product with each direction, unless the gradients serve several of them."""
+        """Σ_t l_tᵀ V r_t; with several positions and more than two directions, writing gradients out costs less."""
         if self.dtype.is_complex or (self.positions > 1 and len(directions) > 2) or not self.positions:
             return super().dot(directions, space)
         dtype = wide(self.dtype)
         left, right = self.left.to(dtype), self.right.to(dtype)
-        found = [(left * (right @ v.to(dtype).mT)).flatten(1).sum(1) for v in directions]
-        return torch.stack(found, 1) * self.scale if found else left.new_zeros(self.batch, 0)
+        products = [(left * (right @ v.to(dtype).mT)).flatten(1).sum(1) for v in directions]
+        return torch.stack(products, 1) * self.scale if products else left.new_zeros(self.batch, 0)
 
     def gram(self, other: Factor, space: Workspace | None = None) -> Tensor:
         """One position each: (l l'ᵀ) ∘ (r r'ᵀ)."""
@@ -219,10 +222,10 @@ class Outer(Factor):
             return super().gram(other, space)
         if self.positions != 1 or other.positions != 1:
             return super().gram(other, space)
-        found = torch.full((), self.scale * other.scale, dtype=widest(self.device), device=self.device)
+        products = torch.full((), self.scale * other.scale, dtype=widest(self.device), device=self.device)
         for mine, theirs in ((self.left, other.left), (self.right, other.right)):
-            found = found * _inner_products(mine.squeeze(1), theirs.squeeze(1))
-        return found
+            products = products * _inner_products(mine.squeeze(1), theirs.squeeze(1))
+        return products
 
     def compress(self, left: Tensor, right: Tensor, space: Workspace | None = None) -> Tensor:
         """Σ_t (l_t left) ⊗ (r_t right)."""

@@ -1,7 +1,7 @@
-"""Several parameters in one factor: their samples are one parameter's after another's.
+"""Several parameters of one shape in one factor: the B samples of the first parameter, then those of the second, ...
 
-Gradients that are made at once are best asked at once. `split` gives every parameter its part, a factor like any other;
-`regroup` finds parts that are of one whole again, for whoever has collected them.
+Gradients that are computed at once are best reduced at once. `split` gives every parameter its `Part`, a factor like
+any other; `regroup` joins parts into their whole again, for reductions that have collected them.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from .base import Factor, Selection, Shape, vanishing
-from .exact import Exact
+from .base import Factor, Selection, Shape
+from .integer_sums import IntegerSum
 from .limits import Unit
 from .workspace import Workspace
 
@@ -23,7 +23,7 @@ def split(whole: Factor, count: int) -> list[Factor]:
 
 
 def regroup(factors: Mapping[str, Factor]) -> Iterator[tuple[list[str], Factor]]:
-    """All factors, with the names they have: those of one whole as that whole, if none of its parts is missing."""
+    """All factors with their names, where the parts of one whole become that whole if none of them is missing."""
     groups: dict[int, list[str]] = {}
     for name, factor in factors.items():
         groups.setdefault(id(factor.whole if isinstance(factor, Part) else factor), []).append(name)
@@ -37,7 +37,7 @@ def regroup(factors: Mapping[str, Factor]) -> Iterator[tuple[list[str], Factor]]
 
 
 def one_by_one(take: Callable[[str, Factor], None]) -> Callable[[Sequence[str], Factor], None]:
-    """Call ``take`` for every parameter of a factor."""
+    """A function that calls ``take`` with the name and the part of every parameter of a factor."""
 
     def take_all(names: Sequence[str], factor: Factor) -> None:
         for name, part in zip(names, split(factor, len(names)), strict=True):
@@ -47,23 +47,23 @@ def one_by_one(take: Callable[[str, Factor], None]) -> Callable[[Sequence[str], 
 
 
 class Part(Factor):
-    """One of ``count`` equal parts of a factor's samples: number ``place``. Its norms are found by the whole."""
+    """Number ``place`` of ``count`` equal parts of a factor's samples. Its norms are computed by the whole."""
 
-    __slots__ = ("_alone", "count", "place", "whole")
+    __slots__ = ("_standalone", "count", "place", "whole")
 
     def __init__(self, whole: Factor, place: int, count: int) -> None:
         self.whole, self.place, self.count = whole, place, count
-        self._alone: Factor | None = None
+        self._standalone: Factor | None = None
 
     @property
-    def alone(self) -> Factor:
-        """A factor of these samples alone, which answers everything that the whole does not."""
-        if self._alone is None:
+    def standalone(self) -> Factor:
+        """A factor of these samples alone, to which everything is left that the whole does not do."""
+        if self._standalone is None:
             start = self.place * self.batch
-            self._alone = self.whole[start : start + self.batch]
-        if self.whole.knows_norms and not self._alone.knows_norms:
-            self._alone.take_norms(self.own_norms())
-        return self._alone
+            self._standalone = self.whole[start : start + self.batch]
+        if self.whole.has_norms and not self._standalone.has_norms:
+            self._standalone.set_norms(self.cached_norms())
+        return self._standalone
 
     @property
     def batch(self) -> int:
@@ -87,99 +87,77 @@ class Part(Factor):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return self.alone.tensors
+        return self.standalone.tensors
 
     @property
-    def cancels(self) -> bool:
-        return self.whole.cancels
+    def may_cancel(self) -> bool:
+        return self.whole.may_cancel
 
     @property
-    def rounds_written(self) -> bool:
-        return self.whole.rounds_written
+    def integer_sum_needs_stack(self) -> bool:
+        return self.whole.integer_sum_needs_stack
 
     @property
-    def knows_norms(self) -> bool:
-        return self.whole.knows_norms
+    def has_norms(self) -> bool:
+        return self.whole.has_norms
 
-    def own_norms(self, space: Workspace | None = None) -> Tensor:
-        return self.whole.own_norms(space).view(self.count, self.batch)[self.place]
+    def cached_norms(self, space: Workspace | None = None) -> Tensor:
+        return self.whole.cached_norms(space).view(self.count, self.batch)[self.place]
 
-    def measure(self, space: Workspace) -> None:
-        self.whole.measure(space)
+    def cache_batch_independent_norms(self, space: Workspace) -> None:
+        self.whole.cache_batch_independent_norms(space)
 
-    def imprecise(self, space: Workspace | None = None) -> Tensor:
-        samples = self.whole.imprecise(space)
+    def cancelling_samples(self, space: Workspace | None = None) -> Tensor:
+        samples = self.whole.cancelling_samples(space)
         return samples[samples // self.batch == self.place] % self.batch if samples.numel() else samples
 
     def stack(self, out: Tensor | None = None) -> Tensor:
-        return self.alone.stack(out)
+        return self.standalone.stack(out)
 
     def __getitem__(self, samples: Selection) -> Factor:
-        return self.alone[samples]
+        return self.standalone[samples]
 
     def gram(self, other: Factor, space: Workspace | None = None) -> Tensor:
-        return self.alone.gram(other.alone if isinstance(other, Part) else other, space)
+        return self.standalone.gram(other.standalone if isinstance(other, Part) else other, space)
 
     def stacks(self, space: Workspace) -> Iterator[tuple[slice, Tensor]]:
-        return self.alone.stacks(space)
+        return self.standalone.stacks(space)
 
     def add_to(self, out: Tensor) -> None:
-        self.alone.add_to(out)
+        self.standalone.add_to(out)
 
     def elements(self, start: int, stop: int) -> Tensor | None:
-        return self.alone.elements(start, stop)
+        return self.standalone.elements(start, stop)
 
     def prefers_stack(self, reused: bool) -> bool:
         return self.whole.prefers_stack(reused)
 
-    def sizes(self) -> Tensor:
-        return self.alone.sizes()
+    def term_norms(self) -> Tensor:
+        return self.standalone.term_norms()
 
-    def rounding(self) -> Tensor:
-        return self.alone.rounding()
+    def rounding_errors(self) -> Tensor:
+        return self.standalone.rounding_errors()
 
     def norm_bounds(self, space: Workspace | None = None) -> Tensor:
-        self.measure(space or Workspace())
-        return self.alone.norm_bounds(space)
+        self.cache_batch_independent_norms(space or Workspace())
+        return self.standalone.norm_bounds(space)
 
-    def widened(self, dtype: torch.dtype | None = None) -> Factor:
-        return self.alone.widened(dtype)
+    def upcast(self, dtype: torch.dtype | None = None) -> Factor:
+        return self.standalone.upcast(dtype)
 
-    def exact(self, unit: Unit, space: Workspace) -> Exact:
-        self.measure(space)
-        self.own_norms(space)
-        return self.alone.exact(unit, space)
+    def integer_sum(self, unit: Unit, space: Workspace) -> IntegerSum:
+        self.cache_batch_independent_norms(space)
+        self.cached_norms(space)
+        return self.standalone.integer_sum(unit, space)
 
     def weighted_sum(self, weights: Tensor, space: Workspace | None = None) -> Tensor:
-        return self.alone.weighted_sum(weights, space)
+        return self.standalone.weighted_sum(weights, space)
 
     def sum_squares(self, center: Tensor | None = None, space: Workspace | None = None) -> Tensor:
-        return self.alone.sum_squares(center, space)
+        return self.standalone.sum_squares(center, space)
 
     def dot(self, directions: Tensor, space: Workspace | None = None) -> Tensor:
-        return self.alone.dot(directions, space)
+        return self.standalone.dot(directions, space)
 
     def compress(self, left: Tensor, right: Tensor, space: Workspace | None = None) -> Tensor:
-        return self.alone.compress(left, right, space)
-
-
-_SMALL = 2**15  # bytes of a sum; making larger ones at once costs a copy that shows
-
-
-def bounded_sums(factors: dict[str, Factor], weights: Tensor, space: Workspace) -> dict[str, Tensor]:
-    """`bounded_sum` of every factor, in its own dtype; ``factors`` is emptied on the way."""
-    tiny, sums = vanishing(weights), dict[str, Tensor]()
-    for names, whole in regroup(factors):
-        for name in names:
-            del factors[name]
-        totals = _bounded_sums(whole, len(names), weights, tiny, space)
-        sums.update((name, total.to(whole.dtype)) for name, total in zip(names, totals, strict=True))
-    return sums
-
-
-def _bounded_sums(whole: Factor, count: int, weights: Tensor, tiny: Tensor, space: Workspace) -> Sequence[Tensor]:
-    """At once, unless some samples have to be written out."""
-    small = whole.numel * whole.dtype.itemsize <= _SMALL
-    if count > 1 and small and not tiny.numel() and not (whole.cancels and whole.imprecise(space).numel()):
-        return whole.weighted_sums(count, weights.to(whole.device), space)
-    return [part.bounded_sum(weights, space, tiny) for part in split(whole, count)]
+        return self.standalone.compress(left, right, space)

@@ -1,7 +1,8 @@
-"""What a view does to gradients: each moves, casts or sets into zeros the elements of a stack (B, *base).
+"""How gradients with respect to a view of a tensor become gradients with respect to the tensor.
 
-All are linear maps. The inner product of ``rearrange(g)`` with v is that of g with ``rearrange.adjoint(v)``. Where
-``is_lossless``, no element is lost or changed, so that norms and inner products are those of the base.
+Each rearrangement maps a stack (B, *base) to (B, *shape): it moves or casts elements, or sets them into zeros. All are
+linear: the inner product of ``rearrange(g)`` with v is that of g with ``rearrange.adjoint(v)``. Where ``is_lossless``,
+no element is lost or changed, so that norms and inner products are those of the base.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Rearrangement(ABC):
 
 @dataclass(frozen=True)
 class Reshape(Rearrangement):
-    """The same elements in another shape."""
+    """All elements in their order, in another shape."""
 
     base: Shape
     shape: Shape
@@ -83,7 +84,7 @@ class Section(Rearrangement):
 
 @dataclass(frozen=True)
 class Flip(Rearrangement):
-    """Some dims back to front."""
+    """Some dims reversed."""
 
     dims: tuple[int, ...]
 
@@ -95,7 +96,7 @@ class Flip(Rearrangement):
 
 @dataclass(frozen=True)
 class Roll(Rearrangement):
-    """Shifted around; over all elements in a row if no dims are given."""
+    """Elements shifted cyclically along dims, or in flattened gradients if there are none."""
 
     shifts: tuple[int, ...]
     dims: tuple[int, ...]
@@ -114,14 +115,14 @@ class Roll(Rearrangement):
 
 @dataclass(frozen=True)
 class Cast(Rearrangement):
-    """In another dtype."""
+    """Elements in another dtype."""
 
     base: torch.dtype
     dtype: torch.dtype
 
     @property
     def is_lossless(self) -> bool:  # type: ignore[override]
-        """A smaller range may overflow, and what is real has lost its imaginary part."""
+        """Not if the new dtype has a smaller range, or drops imaginary parts."""
         same_field = self.base.is_complex == self.dtype.is_complex
         return same_field and torch.finfo(self.dtype).max >= torch.finfo(self.base).max
 
@@ -134,7 +135,7 @@ class Cast(Rearrangement):
 
 @dataclass(frozen=True)
 class AsComplex(Rearrangement):
-    """Pairs of real numbers as complex ones."""
+    """Pairs of real numbers as complex numbers."""
 
     dtype: torch.dtype
 

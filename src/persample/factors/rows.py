@@ -1,4 +1,4 @@
-"""Gradients of tables that are read by row: embeddings."""
+"""Gradients of tables of which every sample reads some rows: embeddings."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ..kernels.norms import row_norms, wide
-from .base import Factor, Selection, Shape, real_rows, squares
-from .exact import Exact, Listed
+from .base import Factor, Selection, Shape
+from .integer_sums import IntegerSum, RowsSum
 from .limits import Unit, roundoff
+from .stacks import real_rows, squares
 from .workspace import Workspace
 
 
@@ -60,11 +61,11 @@ class Rows(Factor):
         if not out.is_contiguous():
             out += self.stack()
             return
-        places, values = self._live()
+        places, values = self._used_rows()
         out.view(self.batch * self.size, *self.dy.shape[2:]).index_add_(0, places, values.to(out.dtype))
 
-    def _live(self) -> tuple[Tensor, Tensor]:
-        """Flat places b·V + id and their cotangents, without those that are skipped."""
+    def _used_rows(self) -> tuple[Tensor, Tensor]:
+        """The places b·V + id of all rows that are used, and their cotangents; ids of -1 are left out."""
         offset = torch.arange(self.batch, device=self.ids.device).unsqueeze(1) * self.size
         live, places = (self.ids >= 0).reshape(-1), (self.ids + offset).reshape(-1)
         values = self.dy.reshape(len(places), *self.dy.shape[2:])
@@ -82,71 +83,71 @@ class Rows(Factor):
     def prefers_stack(self, reused: bool) -> bool:
         return False
 
-    def _summed(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Every row that some sample uses, once: the sample, the id and the row's gradient."""
-        places, values = self._live()
+    def _row_gradients(self) -> tuple[Tensor, Tensor, Tensor]:
+        """For every pair of a sample and a row that it uses: the sample, the id, and the row's gradient."""
+        places, values = self._used_rows()
         used, inverse = torch.unique(places, return_inverse=True)
         totals = values.new_zeros(len(used), *values.shape[1:], dtype=wide(values.dtype))
         totals.index_add_(0, inverse, values.to(totals.dtype))
         return used // self.size, used % self.size, totals
 
     def _compute_norms(self, space: Workspace) -> Tensor:
-        sample, _, totals = self._summed()
+        sample, _, totals = self._row_gradients()
         each = row_norms(totals)
         largest = each.new_zeros(self.batch).scatter_reduce_(0, sample, each, "amax")
         scale = torch.where((largest > 0) & largest.isfinite(), largest, 1)
         squares = torch.zeros_like(scale).index_add_(0, sample, (each / scale[sample]).square())
         return squares.sqrt() * scale
 
-    def sizes(self) -> Tensor:
+    def term_norms(self) -> Tensor:
         """Σ_t ‖dy_t‖."""
         return row_norms(self.dy.flatten(0, 1)).view(self.ids.shape).sum(1)
 
-    def widened(self, dtype: torch.dtype | None = None) -> Rows:
+    def upcast(self, dtype: torch.dtype | None = None) -> Rows:
         return self if dtype is None else Rows(self.ids, self.dy.to(torch.promote_types(dtype, self.dtype)), self.size)
 
-    def rounding(self) -> Tensor:
-        return roundoff(self.dtype, self.positions) * self.sizes()
+    def rounding_errors(self) -> Tensor:
+        return roundoff(self.dtype, self.positions) * self.term_norms()
 
     @property
-    def rounds_written(self) -> bool:
+    def integer_sum_needs_stack(self) -> bool:
         return False
 
-    def exact(self, unit: Unit, space: Workspace) -> Exact:
-        return Listed(self.ids, self.dy, self.size, self.norm_bounds(space), self.sizes() * (1 + 2.0**-14), unit)
+    def integer_sum(self, unit: Unit, space: Workspace) -> IntegerSum:
+        return RowsSum(self.ids, self.dy, self.size, self.norm_bounds(space), self.term_norms() * (1 + 2.0**-14), unit)
 
     def weighted_sum(self, weights: Tensor, space: Workspace | None = None) -> Tensor:
         dtype = wide(self.dtype)
         total = torch.zeros(self.shape, dtype=dtype, device=self.device)
-        places, values = self._live()
+        places, values = self._used_rows()
         each = weights.to(dtype.to_real())[places // self.size]
         return total.index_add_(0, places % self.size, values.to(dtype) * each.view(-1, *[1] * (values.ndim - 1)))
 
     def sum_squares(self, center: Tensor | None = None, space: Workspace | None = None) -> Tensor:
-        """Rows that a sample does not use are 0 - center."""
-        _, ids, totals = self._summed()
+        """A row that a sample does not use deviates by 0 - center."""
+        _, ids, totals = self._row_gradients()
         dtype = wide(self.dtype).to_real()
-        found = torch.zeros(self.shape, dtype=dtype, device=self.device)
+        total = torch.zeros(self.shape, dtype=dtype, device=self.device)
         if center is None:
-            return found.index_add_(0, ids, squares(totals))
+            return total.index_add_(0, ids, squares(totals))
         center = center.to(totals.dtype)
-        others = (self.batch - torch.bincount(ids, minlength=self.size)).to(dtype).view(-1, *[1] * (found.ndim - 1))
-        away = totals - center[ids]
-        found.index_add_(0, ids, squares(away)).addcmul_(others, squares(center))
-        off = (-center * others).index_add_(0, ids, away)
-        return found.sub_(squares(off) / max(self.batch, 1)).clamp_(min=0)
+        unused = (self.batch - torch.bincount(ids, minlength=self.size)).to(dtype).view(-1, *[1] * (total.ndim - 1))
+        deviations = totals - center[ids]
+        total.index_add_(0, ids, squares(deviations)).addcmul_(unused, squares(center))
+        summed = (-center * unused).index_add_(0, ids, deviations)
+        return total.sub_(squares(summed) / max(self.batch, 1)).clamp_(min=0)
 
     def dot(self, directions: Tensor, space: Workspace | None = None) -> Tensor:
-        found = torch.zeros(self.batch, len(directions), dtype=wide(self.dtype).to_real(), device=self.device)
-        places, values = self._live()
+        products = torch.zeros(self.batch, len(directions), dtype=wide(self.dtype).to_real(), device=self.device)
+        places, values = self._used_rows()
         rows, sample = real_rows(values), places // self.size
         for k, direction in enumerate(directions):
             picked = real_rows(direction.to(wide(self.dtype)).index_select(0, places % self.size))
-            found[:, k].index_add_(0, sample, (rows * picked).sum(1))
-        return found
+            products[:, k].index_add_(0, sample, (rows * picked).sum(1))
+        return products
 
     def gram(self, other: Factor, space: Workspace | None = None) -> Tensor:
-        """Over the ids that both use, a range of them at a time."""
+        """Inner products over the rows that both use, a range of ids at a time."""
         if not isinstance(other, Rows):
             return super().gram(other, space)
         space = space or Workspace()
@@ -161,7 +162,7 @@ class Rows(Factor):
         return total
 
     def _only(self, ids: Tensor) -> Rows:
-        """The table of the sorted ``ids`` alone."""
+        """The gradients of the rows ``ids`` alone, which are sorted."""
         place = torch.searchsorted(ids, self.ids.contiguous()).clamp(max=len(ids) - 1)
         return Rows(place.masked_fill(ids[place] != self.ids, -1), self.dy, len(ids))
 

@@ -1,4 +1,4 @@
-"""A table that is read by row and multiplied with: tied embeddings."""
+"""Norms for tied embeddings: a table of which rows are read, and that is also a matrix in a product."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .workspace import Workspace
 
 
 def tied(terms: Sequence[Factor]) -> tuple[Outer, Rows] | None:
-    """The two terms of a tied table, if that is what they are and its stack is larger than their products."""
+    """The two terms of a tied table if they are that, and if `tied_norms` takes less memory than writing them out."""
     if len(terms) != 2:
         return None
     outer, rows = terms if isinstance(terms[0], Outer) else reversed(terms)
@@ -28,27 +28,27 @@ def tied(terms: Sequence[Factor]) -> tuple[Outer, Rows] | None:
 
 
 def tied_norms(outer: Outer, rows: Rows, space: Workspace) -> tuple[Tensor, Tensor]:
-    """The norms of their sum from both norms and the inner product, and which of them hold."""
+    """(B,) each: the norms of outer + rows from both norms and the inner product, and which can be trusted."""
     squares = outer.norms(space).square() + rows.norms(space).square() + 2 * _inner(outer, rows, space)
-    return trusted_norms(squares, (outer.sizes() + rows.sizes()).square(), wide(outer.dtype), outer.dtype)
+    return trusted_norms(squares, (outer.term_norms() + rows.term_norms()).square(), wide(outer.dtype), outer.dtype)
 
 
 def tied_bounds(norms: Tensor, outer: Outer, rows: Rows, space: Workspace | None) -> Tensor:
-    """(B,): at least the norms that `tied_norms` found."""
+    """(B,): upper bounds of the ``norms`` that `tied_norms` gives."""
     squares = norms.square()
     for term in (outer, rows):
-        known = term.own_norms(space)
+        known = term.cached_norms(space)
         squares = squares + (term.norm_bounds(space).square() - known.square()) + known.square() * 2.0**-40
-    return squares.sqrt() + rows.rounding() + outer.rounding()
+    return squares.sqrt() + rows.rounding_errors() + outer.rounding_errors()
 
 
 def _inner(outer: Outer, rows: Rows, space: Workspace) -> Tensor:
     """(B,): Σ_tu left[b, t, ids[b, u]] · (right[b, t] · dy[b, u]), in float64."""
     dtype, T, U = widest(outer.device), outer.positions, rows.positions
-    found = []
+    inner = []
     for some in space.chunks(outer.batch, 2 * T * U * dtype.itemsize):
         ids, dy = rows.ids[some], rows.dy[some].to(dtype)
         picked = outer.left[some].gather(2, ids.clamp(min=0).unsqueeze(1).expand(-1, T, -1)).to(dtype)
         products = torch.bmm(outer.right[some].to(dtype), dy.mT).masked_fill_((ids < 0).unsqueeze(1), 0)
-        found.append(products.mul_(picked).sum((1, 2)))
-    return torch.cat(found).mul_(outer.scale)
+        inner.append(products.mul_(picked).sum((1, 2)))
+    return torch.cat(inner).mul_(outer.scale)

@@ -1,4 +1,4 @@
-"""Memory for temporaries: how much may be used at a time, and the same pages again for every factor."""
+"""Scratch memory for temporaries: how much a computation may use at a time, in pages that all factors share."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from ..kernels.pages import recycled
 
 __all__ = ["Workspace"]
 
-_USUAL = 2**24  # for one pass over the samples, more memory is not faster
-_MOST = 2**28  # if nobody has said
+_CHUNK = 2**24  # bytes; for one pass over the samples, more memory is not faster
+_DEFAULT_LIMIT = 2**28  # bytes
 
 
 class Workspace:
     """Scratch memory of at most ``limit`` bytes, but one sample's gradient always fits."""
 
-    def __init__(self, limit: int | None = None, usual: int = _USUAL) -> None:
-        self.limit = _MOST if limit is None else limit
-        self._usual = usual
+    def __init__(self, limit: int | None = None, chunk: int = _CHUNK) -> None:
+        self.limit = _DEFAULT_LIMIT if limit is None else limit
+        self._chunk = chunk  # bytes that are usually used at a time
         self._pages: dict[torch.device, Tensor] = {}
-        self._whole: Workspace | None = None
+        self._up_to_limit: Workspace | None = None
 
-    def whole(self) -> Workspace:
-        """More scratch memory, as much as is allowed: for work that is repeated once per chunk."""
-        if self._whole is None:
-            self._whole = Workspace(self.limit, self.limit)
-        return self._whole
+    def up_to_limit(self) -> Workspace:
+        """Another workspace that uses all of the limit: for work whose cost grows with the number of chunks."""
+        if self._up_to_limit is None:
+            self._up_to_limit = Workspace(self.limit, self.limit)
+        return self._up_to_limit
 
     def chunks(self, count: int, bytes_each: int, least: int = 1) -> Iterator[slice]:
-        """``count`` samples or elements in slices, each with as many as fit, but with ``least`` of them."""
-        step = max(least, 1, min(count, min(self.limit, self._usual) // max(1, bytes_each)))
+        """Slices of ``count`` samples or elements, each with as many as fit into memory, but at least ``least``."""
+        step = max(least, 1, min(count, min(self.limit, self._chunk) // max(1, bytes_each)))
         return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""What is asked of per-sample gradients. A reduction sees factors, never graphs or modules."""
+"""Reductions: what can be computed from per-sample gradients. A reduction sees factors, never graphs or modules."""
 
 from .base import Call, Reduction
 from .clipping import ClippedSum, Clipping

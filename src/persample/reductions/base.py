@@ -1,4 +1,4 @@
-"""What is asked of per-sample gradients: a reduction is shown every parameter's factor once, and then asked."""
+"""The interface of reductions: `start` with a call, `add` every parameter's factor, and return a `result`."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from ..kernels.norms import wide, widest
 
 @dataclass(frozen=True)
 class Call:
-    """What a reduction may know of the call it serves."""
+    """What a reduction knows of the call of ``ps.reduce`` that it belongs to."""
 
     params: Mapping[str, Tensor]
     batch: int
     device: torch.device
-    pack: Callable[[Mapping[str, Any]], Any]  # from results by name to the container that the parameters came in
+    pack: Callable[[Mapping[str, Any]], Any]  # from results by name to a container like that of the parameters
     space: Workspace = field(default_factory=Workspace)
-    ranks: Ranks | None = None  # whose samples count, too; None for the samples of this process alone
+    ranks: Ranks | None = None  # over which samples are added up; None for this process alone
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """What norms and inner products are given back in: float32, or float64 where a parameter is."""
-        found = torch.float32
+        """The dtype of norms and inner products: float32, or float64 if a parameter has it."""
+        common = torch.float32
         for dtype in {p.dtype for p in self.params.values()}:
-            found = torch.promote_types(found, wide(dtype).to_real())
-        return found
+            common = torch.promote_types(common, wide(dtype).to_real())
+        return common
 
     def zeros(self, *shape: int) -> Tensor:
         """A float64 accumulator on the losses' device."""
@@ -41,13 +41,13 @@ class Call:
 
     @cached_property
     def samples(self) -> int:
-        """How many samples there are on all ranks together."""
+        """How many samples there are on all ranks."""
         return self.batch if self.ranks is None else self.ranks.count([self.batch], self.device)[0]
 
     def over_ranks(self, sums: Mapping[str, Tensor], *, real: bool = False) -> Mapping[str, Tensor]:
-        """Sums over samples with those of other ranks added, for all parameters that some rank's losses reach.
+        """Sums over the samples of all ranks, for the parameters that the losses of any rank reach.
 
-        ``real`` are sums of squares.
+        Pass ``real=True`` for sums of squares, which are real for complex parameters, too.
         """
         if self.ranks is None:
             return sums
@@ -70,7 +70,7 @@ class Call:
 
 
 class Reduction(ABC):
-    """Something computed from the gradients of all samples, without all of them being written out.
+    """Something computed from the gradients of all samples, without writing all of them out.
 
     To make one, subclass and write three methods; ``ps.reduce`` calls them on a copy of the object, so that what
     they store on ``self`` belongs to one call. ``passes`` says how often `add` goes through a factor (a factor that
@@ -86,12 +86,12 @@ class Reduction(ABC):
 
     @abstractmethod
     def start(self, call: Call) -> None:
-        """Before anything is known but the parameters and the number of samples."""
+        """Prepare for a call, of which the parameters and the number of samples are known."""
 
     @abstractmethod
     def add(self, name: str, factor: Factor) -> None:
-        """Called once for every parameter that the losses reach, in the order in which the backward comes to them."""
+        """Take the gradients of one parameter; called once for each that the losses reach, during the backward."""
 
     @abstractmethod
     def result(self) -> Any:
-        """After the backward."""
+        """The result of the call; called after the backward."""

@@ -1,4 +1,4 @@
-"""Sums of gradients whose contributions are bounded."""
+"""Clipped sums: weighted sums of gradients to which no sample adds more than a bound."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .._errors import NonFiniteError
 from ..factors import Factor, bounded_sums
 from ..factors.base import Selection
 from .base import Call, Reduction
-from .groups import Groups, Per, frozen
+from .groups import Groups, Per, as_groups
 from .norms import ParameterNorms
 
 Bounds = float | Sequence[float] | Mapping[str, float]
@@ -92,28 +92,35 @@ class ClippedSum(Reduction):
         nonfinite: Literal["raise", "drop"] = "raise",
     ) -> None:
         self.max_norm, self.gamma, self.weights = max_norm, gamma, weights
-        self.per, self.nonfinite, self._stated = frozen(per), nonfinite, sensitivity
-        self._check()
+        self.per, self.nonfinite, self._stated_sensitivity = as_groups(per), nonfinite, sensitivity
+        self._check_weights()
+        if nonfinite not in ("raise", "drop"):
+            raise ValueError(f"nonfinite must be 'raise' or 'drop', not {nonfinite!r}")
+        self._check_bounds()
 
-    def _check(self) -> None:
-        if self.weights is None and self.max_norm is None:
-            raise ValueError("a clipped sum needs max_norm, or a function for weights")
-        if self.weights is not None and not (self.max_norm is None and self.gamma is None):
+    def _check_weights(self) -> None:
+        """Weights come from one source, and a sensitivity is stated only where it does not follow."""
+        stated = self._stated_sensitivity
+        if self.weights is None:
+            if self.max_norm is None:
+                raise ValueError("a clipped sum needs max_norm, or a function for weights")
+            if stated is not None:
+                raise ValueError("sensitivity follows from max_norm; it can only be stated for a function of weights")
+        elif self.max_norm is not None or self.gamma is not None:
             raise ValueError("give either weights, or max_norm and gamma")
-        if self.weights is not None and not callable(self.weights):
+        elif not callable(self.weights):
             raise TypeError("weights must be a function from norms to weights; for given weights use ps.WeightedSum")
-        if self.weights is None and self._stated is not None:
-            raise ValueError("sensitivity follows from max_norm; it can only be stated for a function of weights")
-        if self._stated is not None and not _positive(self._stated):
-            raise ValueError(f"sensitivity must be positive and finite, not {self._stated!r}")
-        if self.nonfinite not in ("raise", "drop"):
-            raise ValueError(f"nonfinite must be 'raise' or 'drop', not {self.nonfinite!r}")
+        if stated is not None and not _is_positive(stated):
+            raise ValueError(f"sensitivity must be positive and finite, not {stated!r}")
+
+    def _check_bounds(self) -> None:
+        """Bounds and gamma are positive, finite numbers."""
         bounds = _values(self.max_norm)
         if any(isinstance(bound, Tensor) for bound in bounds):
             raise TypeError("max_norm must be a Python number, not a tensor: use .item()")
-        if self.max_norm is not None and not (bounds and all(map(_positive, bounds))):
+        if self.max_norm is not None and not (bounds and all(map(_is_positive, bounds))):
             raise ValueError(f"max_norm must be positive and finite, not {self.max_norm!r}")
-        if self.gamma is not None and not (_positive(self.gamma) and max(bounds) / self.gamma < _LARGEST_WEIGHT):
+        if self.gamma is not None and not (_is_positive(self.gamma) and max(bounds) / self.gamma < _LARGEST_WEIGHT):
             raise ValueError(f"gamma must be positive, finite and not vanishing beside max_norm, not {self.gamma!r}")
 
     @property
@@ -123,7 +130,7 @@ class ClippedSum(Reduction):
         With one bound for several groups it depends on how many there are: see `sensitivity_for`.
         """
         if self.weights is not None:
-            return math.inf if self._stated is None else self._stated
+            return math.inf if self._stated_sensitivity is None else self._stated_sensitivity
         if self.per is None or isinstance(self.max_norm, (Sequence, Mapping)):
             return math.hypot(*_values(self.max_norm))
         if isinstance(self.per, str):
@@ -132,9 +139,9 @@ class ClippedSum(Reduction):
         return self.max_norm * math.sqrt(len(self.per))
 
     def sensitivity_for(self, count: int) -> float:
-        """The same with ``count`` parameters, which matters for one bound and ``per="parameter"``.
+        """The `sensitivity` for ``count`` parameters, on which it depends with one bound and ``per="parameter"``.
 
-        Sums state it themselves, as ``result.clipping.sensitivity``.
+        Sums state theirs as ``result.clipping.sensitivity``.
         """
         if self.weights is None and self.per == "parameter" and isinstance(self.max_norm, (int, float)):
             return self.max_norm * math.sqrt(count)
@@ -143,7 +150,7 @@ class ClippedSum(Reduction):
     def start(self, call: Call) -> None:
         self._groups, self._norms = Groups.of(self.per, call), ParameterNorms(call)
         self._groups.check_partition()
-        self._bounds = self._bound_each()
+        self._bounds = self._bounds_by_group()
         self._factors: dict[str, Factor] = {}
 
     def add(self, name: str, factor: Factor) -> None:
@@ -154,30 +161,30 @@ class ClippedSum(Reduction):
         clipping, sums = self.clip()
         call = self._groups.call
         packed = call.pack_sums(call.over_ranks(sums))
-        found = ClippedDict(packed) if isinstance(packed, dict) else ClippedTuple(packed)
-        found.clipping = clipping
-        return found
+        clipped = ClippedDict(packed) if isinstance(packed, dict) else ClippedTuple(packed)
+        clipped.clipping = clipping
+        return clipped
 
     def clip(self) -> tuple[Clipping, dict[str, Tensor]]:
         """How every sample was clipped, and the sums of this process for the parameters that its losses reach."""
         norms = self._norms.by_group(self._groups)
-        kept = self._kept(norms)
-        weights = {key: self._weigh(self._bounds.get(key), n[kept]) for key, n in norms.items()}
+        kept = self._select_finite(norms)
+        weights = {key: self._weights_for(self._bounds.get(key), n[kept]) for key, n in norms.items()}
         sums: dict[str, Tensor] = {}
         for key, names in self._groups.members.items():
-            sums.update(bounded_sums(self._take(names, kept), weights[key], self._groups.call.space))
+            sums.update(bounded_sums(self._take_factors(names, kept), weights[key], self._groups.call.space))
         return self._clipping(norms, weights, kept), sums
 
-    def _kept(self, norms: Mapping[Hashable, Tensor]) -> Selection:
-        """The samples whose gradients are finite: others raise, or are left out."""
+    def _select_finite(self, norms: Mapping[Hashable, Tensor]) -> Selection:
+        """The samples whose gradients are finite; others raise an error, or are dropped."""
         finite = _finite(list(norms.values()))
         self._dropped = [] if finite is None else (~finite).nonzero().flatten().tolist()
         if self.nonfinite == "raise":
-            self._raise_together(self._dropped)
+            self._raise_on_all_ranks(self._dropped)
         return slice(None) if finite is None else finite.nonzero().squeeze(1)
 
-    def _take(self, names: Sequence[str], kept: Selection) -> dict[str, Factor]:
-        """The factors of the samples that are kept; others are not multiplied by zero, which would not remove a NaN."""
+    def _take_factors(self, names: Sequence[str], kept: Selection) -> dict[str, Factor]:
+        """The factors of the samples that are kept. Dropped ones are cut out: zero times NaN is not zero."""
         factors = {name: self._factors.pop(name) for name in names if name in self._factors}
         if isinstance(kept, Tensor):
             for name in factors:
@@ -187,23 +194,25 @@ class ClippedSum(Reduction):
     def _clipping(
         self, norms: Mapping[Hashable, Tensor], weights: Mapping[Hashable, Tensor], kept: Selection
     ) -> Clipping:
-        """What became of all samples: those that are not kept have weight 0."""
+        """The norms and weights of all samples, where those that are not kept have weight 0."""
         groups, dtype = self._groups, self._groups.call.dtype
         if isinstance(kept, Tensor):
             weights = {key: torch.zeros_like(norms[key]).index_copy(0, kept, w) for key, w in weights.items()}
-        before, given = (groups.pack({k: t.to(dtype, copy=True) for k, t in w.items()}) for w in (norms, weights))
-        most = self.sensitivity if self.weights is not None else math.hypot(*self._bounds.values())
-        return Clipping(before, given, self._dropped, most)
+        packed_norms, packed_weights = (
+            groups.pack({k: t.to(dtype, copy=True) for k, t in w.items()}) for w in (norms, weights)
+        )
+        sensitivity = self.sensitivity if self.weights is not None else math.hypot(*self._bounds.values())
+        return Clipping(packed_norms, packed_weights, self._dropped, sensitivity)
 
-    def _raise_together(self, dropped: list[int]) -> None:
-        """An error on all ranks, if on one: the others would wait for its sums."""
+    def _raise_on_all_ranks(self, dropped: list[int]) -> None:
+        """Raise if any rank has dropped samples: one that went on would wait for the others' sums."""
         call = self._groups.call
         elsewhere = 0 if call.ranks is None else call.ranks.count([len(dropped)], call.device)[0] - len(dropped)
         if dropped or elsewhere:
             raise NonFiniteError(dropped, call.batch, elsewhere)
 
     def weigh(self, norms: Tensor) -> Tensor:
-        """(B,): the weights of samples with such finite norms, for a sum that is made in some other way.
+        """(B,): the weights for samples with these norms, which are finite, for a sum that is computed elsewhere.
 
         >>> import torch, persample as ps
         >>> ps.ClippedSum(1.0).weigh(torch.tensor([0.5, 4.0]))
@@ -211,26 +220,28 @@ class ClippedSum(Reduction):
         """
         if self.per is not None:
             raise ValueError("one weight per sample needs one group of parameters: leave out per=")
-        return self._weigh(None if self.max_norm is None else _values(self.max_norm)[0], norms)
+        return self._weights_for(None if self.max_norm is None else _values(self.max_norm)[0], norms)
 
-    def _weigh(self, bound: float | None, norms: Tensor) -> Tensor:
+    def _weights_for(self, bound: float | None, norms: Tensor) -> Tensor:
+        """(B,): the weights of one group of parameters."""
         if bound is None:
-            return self._given_weights(norms)
+            return self._custom_weights(norms)
         if self.gamma is not None:
             return bound / (norms + self.gamma)
         return (bound / norms).clamp(max=1)  # a gradient of zero has inf, hence 1
 
-    def _given_weights(self, norms: Tensor) -> Tensor:
+    def _custom_weights(self, norms: Tensor) -> Tensor:
+        """(B,): what the user's function returns, if it can be used."""
         assert self.weights is not None
-        found = self.weights(norms.clone())
-        if not isinstance(found, Tensor) or found.shape != norms.shape:
-            got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        weights = self.weights(norms.clone())
+        if not isinstance(weights, Tensor) or weights.shape != norms.shape:
+            got = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
             raise ValueError(f"weights must return one weight per sample, {tuple(norms.shape)}, but returned {got}")
-        if not bool((found.abs() < _LARGEST_WEIGHT).all()):
-            raise ValueError(f"weights must be finite numbers below {_LARGEST_WEIGHT}, but are {found}")
-        return found.detach().to(norms)
+        if not bool((weights.abs() < _LARGEST_WEIGHT).all()):
+            raise ValueError(f"weights must be finite numbers below {_LARGEST_WEIGHT}, but are {weights}")
+        return weights.detach().to(norms)
 
-    def _bound_each(self) -> dict[Hashable, float]:
+    def _bounds_by_group(self) -> dict[Hashable, float]:
         """The bound of every group."""
         keys, given = list(self._groups.members), self.max_norm
         if given is None:
@@ -246,14 +257,14 @@ class ClippedSum(Reduction):
 
 
 def _finite(norms: Sequence[Tensor]) -> Tensor | None:
-    """(B,): which samples' norms are all finite; None if those of all samples are."""
+    """(B,): which samples have finite norms in all groups; None if all samples have."""
     if not norms:
         return None
-    found = norms[0].isfinite() if len(norms) == 1 else torch.stack([n.isfinite() for n in norms]).all(0)
-    return None if bool(found.all()) else found
+    finite = norms[0].isfinite() if len(norms) == 1 else torch.stack([n.isfinite() for n in norms]).all(0)
+    return None if bool(finite.all()) else finite
 
 
-def _positive(value: object) -> bool:
+def _is_positive(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 

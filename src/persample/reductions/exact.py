@@ -1,4 +1,4 @@
-"""Clipped sums whose sensitivity is a theorem: of whole numbers."""
+"""Clipped sums of whole numbers, without rounding errors: their sensitivity is proven. Private training uses them."""
 
 from __future__ import annotations
 
@@ -8,64 +8,67 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ..factors import Dense, Factor, Kept, Masked, Part, regroup, split
+from ..factors import Dense, DenseCopy, Factor, Masked, Part, regroup, split
 from ..factors.base import Selection
-from ..factors.exact import Exact
+from ..factors.integer_sums import IntegerSum
 from ..factors.limits import Limits, Unit
 from ..kernels.norms import wide
 from ..kernels.pages import recycled
 from .base import Call
 from .clipping import ClippedSum, Clipping
 
-_KEPT = 2**26  # bytes of gradients that may be kept in any case: making them twice takes longer than all else
+_MIN_KEPT = 2**26  # bytes of stacks that may be kept in any case: writing them twice takes longer than all else
 
 
 @dataclass
-class Shares:
-    """What samples add to parameters whose gradients are asked together, one after another's."""
+class JointSums:
+    """The sums of parameters that share one factor, which are computed when the first of them is taken."""
 
     names: Sequence[str]
-    exact: Exact
+    integer_sum: IntegerSum
     weights: Tensor = field(default_factory=lambda: torch.empty(0))
     _totals: dict[str, Tensor] = field(default_factory=dict)
 
     def take(self, name: str) -> Tensor:
-        """A parameter's sum, once."""
+        """A parameter's sum; it can be taken once."""
         if not self._totals:
             count = len(self.names)
-            totals = self.exact.totals(self.weights.repeat(count), count)
+            totals = self.integer_sum.totals(self.weights.repeat(count), count)
             self._totals = dict(zip(self.names, totals, strict=True))
-            del self.exact  # and with it the factors
+            del self.integer_sum  # and with it the factors
         return self._totals.pop(name)
 
 
 @dataclass(frozen=True)
 class ExactSums:
-    """Clipped sums by parameter name, as whole numbers of a unit each, computed when they are asked for."""
+    """Clipped sums by parameter name, in whole numbers of the parameter's unit, computed when they are taken."""
 
     clipping: Clipping
-    asked: Clipping  # the same with the weights of the reduction itself
+    asked: Clipping  # with the weights that the reduction asks for, before rounding errors are taken into account
     units: Mapping[str, Unit]
-    _shares: dict[str, Shares]
+    _sums: dict[str, JointSums]
 
     def take(self, name: str) -> Tensor | None:
-        """A parameter's sum in its unit's dtype, once; None where the losses do not reach it. Complex: pairs."""
-        shares = self._shares.pop(name, None)
-        return None if shares is None else shares.take(name)
+        """A parameter's sum in its unit's dtype, where complex numbers are pairs; None if the losses do not reach it.
+
+        It can be taken once.
+        """
+        sums = self._sums.pop(name, None)
+        return None if sums is None else sums.take(name)
 
 
 class ExactClippedSum(ClippedSum):
-    """The clipped sum of another reduction, but exact: no sample adds more than the bound, whatever is rounded.
+    """The clipped sum of another reduction without rounding errors: no sample adds more than the bound.
 
-    Weights are those of the other, or less where rounding errors could otherwise carry a sample beyond its bound.
+    Weights are those of the other reduction, or smaller where the rounding of a sample could exceed its bound.
 
     Args:
-        clip: how to clip. Weights of its own need a sensitivity.
-        samples: whose shares may come together at most, in this call and in others.
-        padding: how many of the last samples do not count.
+        clip: how to clip. A function for weights needs a stated sensitivity.
+        samples: how many samples may be added up at most, in this call and in others.
+        padding: how many samples at the end of the batch do not count.
     """
 
-    passes = 1  # nobody else writes factors out: how a share is rounded must not depend on the batch
+    passes = 1  # `Run` must not write factors out: how a sample is rounded must not depend on the batch
     over_ranks = False
 
     def __init__(self, clip: ClippedSum, samples: int, padding: int = 0) -> None:
@@ -74,10 +77,10 @@ class ExactClippedSum(ClippedSum):
 
     def start(self, call: Call) -> None:
         super().start(replace(call, batch=call.batch - self._padding))
-        self._written = 0  # bytes that are kept
-        self._parts: dict[str, Factor] = {}  # of wholes, which come one after another
+        self._kept_bytes = 0  # of stacks
+        self._parts: dict[str, Factor] = {}  # which are prepared when all parts of their whole are here
         self.units = {
-            name: Unit.below(self._most(key), self._samples)
+            name: Unit.below(self._bound_of(key), self._samples)
             for key, names in self._groups.members.items()
             for name in names
         }
@@ -87,12 +90,12 @@ class ExactClippedSum(ClippedSum):
         self.start(Call(params, self._padding, torch.device("cpu"), dict))
         return self.units
 
-    def _most(self, key: Hashable) -> float:
-        """What a sample may add to a group of parameters."""
-        found = self._bounds.get(key, self._stated)
-        if found is None:
+    def _bound_of(self, key: Hashable) -> float:
+        """What a sample may add to a group of parameters at most."""
+        bound = self._bounds.get(key, self._stated_sensitivity)
+        if bound is None:
             raise ValueError("weights without a stated sensitivity bound nothing: ClippedSum(..., sensitivity=...)")
-        return found
+        return bound
 
     def add(self, name: str, factor: Factor) -> None:
         factor = factor[: factor.batch - self._padding] if self._padding else factor
@@ -102,70 +105,73 @@ class ExactClippedSum(ClippedSum):
             super().add(name, self._prepared(factor))
 
     def _prepare_parts(self) -> None:
-        """Parts are prepared as one whole."""
+        """Add the parts that have been collected, those of one whole at once."""
         for names, whole in regroup(self._parts):
             for name, part in zip(names, split(self._prepared(whole), len(names)), strict=True):
                 super().add(name, part)
         self._parts = {}
 
     def _prepared(self, factor: Factor) -> Factor:
-        """What will be written out to be rounded is written out once, and kept, as far as memory allows."""
+        """The factor with its norms; written out and kept, if its sums need stacks and memory allows."""
         space = self._groups.call.space
-        if factor.rounds_written and not isinstance(factor, (Dense, Masked)):
+        if factor.integer_sum_needs_stack and not isinstance(factor, (Dense, Masked)):
             size = factor.batch * factor.numel * wide(factor.dtype).itemsize
-            kept = 0 if size <= factor.nbytes else size
-            if self._written + kept <= max(space.limit, _KEPT):
-                self._written += kept
+            additional = 0 if size <= factor.nbytes else size
+            if self._kept_bytes + additional <= max(space.limit, _MIN_KEPT):
+                self._kept_bytes += additional
                 out = recycled((factor.batch, *factor.shape), wide(factor.dtype), factor.device)
-                factor = Kept.of(factor, out, space)
-        factor.measure(space)
+                factor = DenseCopy.of(factor, out, space)
+        factor.cache_batch_independent_norms(space)
         return factor
 
     def result(self) -> ExactSums:
         self._prepare_parts()
         norms = self._norms.by_group(self._groups)
-        kept = self._kept(norms)
-        asked = {key: self._weigh(self._bounds.get(key), n[kept]) for key, n in norms.items()}
-        found = {
-            key: [self._shares(few, whole) for few, whole in regroup(self._with_norms(names, kept))]
+        kept = self._select_finite(norms)
+        asked = {key: self._weights_for(self._bounds.get(key), n[kept]) for key, n in norms.items()}
+        sums_by_group = {
+            key: [self._joint_sums(few, whole) for few, whole in regroup(self._take_with_norms(names, kept))]
             for key, names in self._groups.members.items()
         }
-        weights = self._within(asked, {key: _limits(each) for key, each in found.items() if each})
-        shares: dict[str, Shares] = {}
-        for key, every in found.items():
-            for each in every:
-                each.weights = weights[key]
-                shares.update(dict.fromkeys(each.names, each))
-        done, wanted = (self._clipping(norms, given, kept) for given in (weights, asked))
-        return ExactSums(done, wanted, self.units, shares)
+        weights = self._reduce_weights(asked, {key: _limits(sums) for key, sums in sums_by_group.items() if sums})
+        sums_by_name: dict[str, JointSums] = {}
+        for key, every in sums_by_group.items():
+            for sums in every:
+                sums.weights = weights[key]
+                sums_by_name.update(dict.fromkeys(sums.names, sums))
+        clipping, asked_clipping = (self._clipping(norms, given, kept) for given in (weights, asked))
+        return ExactSums(clipping, asked_clipping, self.units, sums_by_name)
 
-    def _with_norms(self, names: Sequence[str], kept: Selection) -> dict[str, Factor]:
-        """The factors of the samples that are kept, with the norms that are known of them."""
-        known = {name: self._factors[name].own_norms() for name in names if name in self._factors}
-        factors = self._take(names, kept)
+    def _take_with_norms(self, names: Sequence[str], kept: Selection) -> dict[str, Factor]:
+        """The factors of the samples that are kept, with their norms."""
+        norms = {name: self._factors[name].cached_norms() for name in names if name in self._factors}
+        factors = self._take_factors(names, kept)
         if isinstance(kept, Tensor):
             for name, factor in factors.items():
-                factor.take_norms(known[name][kept.to(factor.device)])
+                factor.set_norms(norms[name][kept.to(factor.device)])
         return factors
 
-    def _within(self, asked: Mapping[Hashable, Tensor], limits: Mapping[Hashable, Limits]) -> dict[Hashable, Tensor]:
-        """The weights, or as much less as it takes for no sample to add more than its bound, in every group.
+    def _reduce_weights(
+        self, asked: Mapping[Hashable, Tensor], limits: Mapping[Hashable, Limits]
+    ) -> dict[Hashable, Tensor]:
+        """The weights by group, reduced where a sample could otherwise add more than its bound.
 
-        What was stated for weights of their own is for all groups together.
+        A sensitivity that is stated for a function of weights bounds all groups as one vector.
         """
         weights = dict(asked)
-        if self._stated is not None and limits:
-            share = Limits.together([(x.times(asked[key].abs()), 1) for key, x in limits.items()])
-            less = share.weights(self._stated).clamp(max=1)
-            return {key: w * less for key, w in weights.items()}
+        if self._stated_sensitivity is not None and limits:
+            all_groups = Limits.concatenated([(x.weighted(asked[key].abs()), 1) for key, x in limits.items()])
+            reduction = all_groups.largest_weights(self._stated_sensitivity).clamp(max=1)
+            return {key: w * reduction for key, w in weights.items()}
         for key, x in limits.items():
-            cap = x.weights(self._bounds[key])
+            cap = x.largest_weights(self._bounds[key])
             weights[key] = torch.where(asked[key].abs() <= cap, asked[key], cap)
         return weights
 
-    def _shares(self, names: Sequence[str], factor: Factor) -> Shares:
-        return Shares(names, factor.exact(self.units[names[0]], self._groups.call.space))
+    def _joint_sums(self, names: Sequence[str], factor: Factor) -> JointSums:
+        return JointSums(names, factor.integer_sum(self.units[names[0]], self._groups.call.space))
 
 
-def _limits(shares: Sequence[Shares]) -> Limits:
-    return Limits.together([(each.exact.limits, len(each.names)) for each in shares])
+def _limits(every: Sequence[JointSums]) -> Limits:
+    """What each sample can add to the sums of all parameters, seen as one vector."""
+    return Limits.concatenated([(sums.integer_sum.limits, len(sums.names)) for sums in every])

@@ -1,4 +1,4 @@
-"""Which parameters belong together: the ``per`` argument of norms and clipped sums."""
+"""Groups of parameters: what the ``per`` argument of norms and clipped sums may be, and which parameters it names."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Group = nn.Module | Iterable[Member]
 Per = str | Sequence[Group] | Mapping[str, Group] | None
 
 
-def frozen(per: Per) -> Per:
-    """Groups that can be gone through again and again, whatever they were given as; nonsense is refused."""
+def as_groups(per: Per) -> Per:
+    """``per`` with groups as tuples, as they may have been given as iterators; anything else raises an error."""
     if per is None or isinstance(per, str):
         if per not in (None, "parameter"):
             raise ValueError(f"per must be None, 'parameter', a list of groups or a dict of them, not {per!r}")
@@ -47,7 +47,7 @@ class Groups:
 
     @classmethod
     def of(cls, per: Per, call: Call) -> Groups:
-        """All parameters in one group, every one in its own, or as given."""
+        """The groups that ``per`` names: one of all parameters, one for each parameter, or those given."""
         if per is None:
             return cls({None: tuple(call.params)}, per, call)
         if isinstance(per, str):
@@ -56,7 +56,7 @@ class Groups:
         return cls({key: _names(_members(group, key), key, call.params) for key, group in pairs}, per, call)
 
     def check_partition(self) -> None:
-        """Every parameter must be in one group: what is in none would not be bounded."""
+        """Raise unless every parameter is in exactly one group: one in no group would not be bounded."""
         times = Counter(name for names in self.members.values() for name in names)
         missing = [name for name in self.call.params if name not in times]
         twice = sorted(name for name, count in times.items() if count > 1)
@@ -65,34 +65,35 @@ class Groups:
                 f"groups of a clipped sum must hold every parameter once: {missing} are in none, {twice} in several"
             )
 
-    def pack(self, found: Mapping[Hashable, Any]) -> Any:
-        """Results by group as ``per`` asks: one value, like the parameters, a tuple for a list, a dict for a dict."""
+    def pack(self, results: Mapping[Hashable, Any]) -> Any:
+        """Results by group in the form of ``per``: one value, like the parameters, a tuple for a list, a dict."""
         if self.per is None:
-            return found[None]
+            return results[None]
         if isinstance(self.per, str):
-            return self.call.pack({name: found[name] for name in self.call.params})
-        return dict(found) if isinstance(self.per, Mapping) else tuple(found.values())
+            return self.call.pack({name: results[name] for name in self.call.params})
+        return dict(results) if isinstance(self.per, Mapping) else tuple(results.values())
 
 
 def _names(group: Iterable[Member], key: Hashable, params: Mapping[str, Tensor]) -> tuple[str, ...]:
     """The parameters of one group, in the order of ``params``."""
-    found: set[str] = set()
+    names: set[str] = set()
     for member in group:
-        found |= _matching(member, key, params)
-    return tuple(name for name in params if name in found)
+        names |= _matching(member, key, params)
+    return tuple(name for name in params if name in names)
 
 
 def _matching(member: Member, key: Hashable, params: Mapping[str, Tensor]) -> set[str]:
+    """The parameters that a member of a group stands for; it must be at least one, if it has any that are trained."""
     if isinstance(member, nn.Module):
         inside = {id(p) for p in member.parameters() if p.requires_grad}
-        found = {name for name, p in params.items() if id(p) in inside}
+        names = {name for name, p in params.items() if id(p) in inside}
         if not inside:
-            return found
+            return names
     elif isinstance(member, Tensor):
-        found = {name for name, p in params.items() if p is member}
+        names = {name for name, p in params.items() if p is member}
     else:
-        found = {name for name in params if name == str(member)}
-    if not found:
+        names = {name for name in params if name == str(member)}
+    if not names:
         what = repr(member) if isinstance(member, (str, int)) else f"a {type(member).__name__}"
         raise ValueError(f"group {key!r} holds {what}, which is none of the parameters {list(params)}")
-    return found
+    return names

@@ -1,4 +1,4 @@
-"""Elementwise moments over the samples."""
+"""Moments of gradients over the samples, element by element: the second moment and the variance."""
 
 from __future__ import annotations
 
@@ -56,24 +56,24 @@ class Variance(Reduction):
 
     def result(self) -> Any:
         call = self._call
-        squares = call.over_ranks(self._about_the_mean_of_all(), real=True)
+        squares = call.over_ranks(self._squares_about_global_mean(), real=True)
         return _pack(call, squares, max(call.samples - self.correction, 0))
 
-    def _about_the_mean_of_all(self) -> dict[str, Tensor]:
+    def _squares_about_global_mean(self) -> dict[str, Tensor]:
         """Sums of squared distances of this process's samples from the mean over all ranks' samples."""
         call, count = self._call, self._call.samples
         if call.ranks is None:
             return self._squares
-        found = self._squares
+        squares = self._squares
         for name, total in call.over_ranks({name: mean * call.batch for name, mean in self._means.items()}).items():
             mean = self._means.get(name, torch.zeros_like(total))
-            away = (mean - total / max(count, 1)).abs().square()
-            found[name] = call.batch * away + found.get(name, torch.zeros_like(away))
-        return found
+            shift = (mean - total / max(count, 1)).abs().square()
+            squares[name] = call.batch * shift + squares.get(name, torch.zeros_like(shift))
+        return squares
 
 
 def _pack(call: Call, sums: Mapping[str, Tensor], divisor: int) -> Any:
-    """Sums over the divisor, like each parameter: real, float32 or wider; zeros where the losses do not reach."""
+    """Sums divided by ``divisor``, like each parameter: real, in float32 or wider; zeros if there is no sum."""
     return call.pack(
         {
             name: (sums[name] / divisor).to(wide(p.dtype).to_real())

@@ -1,4 +1,4 @@
-"""Norms of per-sample gradients."""
+"""Norms of per-sample gradients, over all parameters or groups of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from ..factors import Factor, Part, regroup
 from ..kernels.norms import row_norms
 from .base import Call, Reduction
-from .groups import Groups, Per, frozen
+from .groups import Groups, Per, as_groups
 
 
 class Norms(Reduction):
@@ -24,7 +24,7 @@ class Norms(Reduction):
     """
 
     def __init__(self, per: Per = None) -> None:
-        self.per = frozen(per)
+        self.per = as_groups(per)
 
     def start(self, call: Call) -> None:
         self._groups, self._norms = Groups.of(self.per, call), ParameterNorms(call)
@@ -40,23 +40,23 @@ class Norms(Reduction):
 
 
 class ParameterNorms:
-    """The norms of every parameter's gradients, collected and put together."""
+    """Collects the norms of every parameter's gradients, and combines those of a group."""
 
     def __init__(self, call: Call) -> None:
         self._call = call
         self._norms: list[Tensor] = []  # (n, B) for n parameters at a time
         self._rows: dict[str, int] = {}  # where a parameter's norms are among them
-        self._parts: dict[str, Factor] = {}  # which wait for the other parts of their whole
+        self._parts: dict[str, Factor] = {}  # which wait for the other parts of their whole, to be computed at once
 
     def add(self, name: str, factor: Factor) -> None:
-        """Find the norms of one parameter; those of a whole are found once for all of its parts."""
+        """Compute the norms of one parameter. Parts wait for each other: their whole computes all norms at once."""
         if isinstance(factor, Part):
             self._parts[name] = factor
         else:
-            self._find([name], factor)
+            self._compute([name], factor)
 
-    def _find(self, names: Sequence[str], factor: Factor) -> None:
-        self._keep(names, factor.own_norms(self._call.space).view(len(names), self._call.batch))
+    def _compute(self, names: Sequence[str], factor: Factor) -> None:
+        self._keep(names, factor.cached_norms(self._call.space).view(len(names), self._call.batch))
 
     def _keep(self, names: Sequence[str], norms: Tensor) -> None:
         self._norms.append(norms.to(self._call.device))
@@ -65,7 +65,7 @@ class ParameterNorms:
     def by_group(self, groups: Groups) -> Mapping[Hashable, Tensor]:
         """(B,) in float64 for every group."""
         for names, whole in regroup(self._parts):
-            self._find(names, whole)
+            self._compute(names, whole)
         self._parts = {}
         every = torch.cat(self._norms).t() if self._norms else self._call.zeros(self._call.batch, 0)
         return {key: self._of_group(every, names) for key, names in groups.members.items()}

@@ -16,13 +16,13 @@ class Gram(Reduction):
     """(B, B): the inner product of every two samples' gradients, the empirical neural tangent kernel."""
 
     def start(self, call: Call) -> None:
-        self._call, self._found = call, call.zeros(call.batch, call.batch)
+        self._call, self._products = call, call.zeros(call.batch, call.batch)
 
     def add(self, name: str, factor: Factor) -> None:
-        self._found += factor.gram(factor, self._call.space).to(self._found)
+        self._products += factor.gram(factor, self._call.space).to(self._products)
 
     def result(self) -> Tensor:
-        return ((self._found + self._found.t()) / 2).to(self._call.dtype)
+        return ((self._products + self._products.t()) / 2).to(self._call.dtype)
 
 
 class KeptFactors(Reduction):
@@ -47,14 +47,14 @@ class CrossGram(Reduction):
         self.others, self.count = others, count
 
     def start(self, call: Call) -> None:
-        self._call, self._found = call, call.zeros(self.count, call.batch)
+        self._call, self._products = call, call.zeros(self.count, call.batch)
 
     def add(self, name: str, factor: Factor) -> None:
         if name in self.others:
-            self._found += self.others[name].gram(factor, self._call.space).to(self._found)
+            self._products += self.others[name].gram(factor, self._call.space).to(self._products)
 
     def result(self) -> Tensor:
-        return self._found.to(self._call.dtype)
+        return self._products.to(self._call.dtype)
 
 
 class Dot(Reduction):
@@ -72,18 +72,18 @@ class Dot(Reduction):
         self._call = call
         self._vectors, self._single = _stacked(self.direction, call)
         count = next((len(v) for v in self._vectors.values()), 1)
-        self._found = call.zeros(call.batch, count)
+        self._products = call.zeros(call.batch, count)
 
     def add(self, name: str, factor: Factor) -> None:
-        self._found += factor.dot(self._vectors[name].to(factor.device), self._call.space).to(self._found)
+        self._products += factor.dot(self._vectors[name].to(factor.device), self._call.space).to(self._products)
 
     def result(self) -> Tensor:
-        found = self._found.to(self._call.dtype)
-        return found.squeeze(1) if self._single else found
+        products = self._products.to(self._call.dtype)
+        return products.squeeze(1) if self._single else products
 
 
 def _stacked(direction: Directions, call: Call) -> tuple[dict[str, Tensor], bool]:
-    """Directions by name, (k, *shape) each, and whether there was only one without the dim."""
+    """Directions by name, (k, *shape) each, and whether there is only one, given without the dim for k."""
     given = _by_name(direction, call)
     wrong = [n for n, p in call.params.items() if given[n].shape[max(0, given[n].ndim - p.ndim) :] != p.shape]
     extra = {given[n].ndim - p.ndim for n, p in call.params.items()}

@@ -1,4 +1,4 @@
-"""Random projections of gradients that keep inner products."""
+"""Random projections of gradients to a few numbers per sample, which keep inner products on average."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ..factors import Factor
-from ..factors.base import real_rows
+from ..factors.stacks import real_rows
 from .base import Call, Reduction
 
-_ELEMENTS = 2**18  # of a projection matrix at a time; a constant, as the numbers depend on it
+_ELEMENTS = 2**18  # of a projection matrix at a time; fixed, as the random numbers depend on it
 
 Kind = Literal["rademacher", "gaussian", "kronecker"]
 
@@ -56,7 +56,7 @@ class Projection:
 
     @property
     def sides(self) -> tuple[int, int]:
-        """dim = rows · columns, as square as possible: what "kronecker" brings a matrix to."""
+        """dim = rows · columns, as square as possible: the shape to which "kronecker" compresses a matrix."""
         rows = next(k for k in range(isqrt(self.dim), 0, -1) if self.dim % k == 0)
         return rows, self.dim // rows
 
@@ -89,7 +89,7 @@ class Projection:
         return signs.view(-1)[:count].view(rows, columns)
 
 
-# The eight bits of every octet as signs.
+# (256, 8): the eight bits of every byte as signs.
 _SIGNS = ((torch.arange(256, device="cpu").unsqueeze(1) >> torch.arange(8, device="cpu")) & 1).to(torch.float32) * 2 - 1
 
 
@@ -103,21 +103,21 @@ class Project(Reduction):
 
     def start(self, call: Call) -> None:
         self._call = call
-        self._found = call.zeros(call.batch, self.projection.dim)
+        self._projected = call.zeros(call.batch, self.projection.dim)
 
     def add(self, name: str, factor: Factor) -> None:
         n = factor.shape[0] if factor.shape else 1
         m = prod(factor.shape[1:]) * (2 if factor.dtype.is_complex else 1)
         if self.projection.kind == "kronecker" and min(n, m) > 1:
             left, right = (t.to(factor.device) for t in self.projection.two_sides(name, n, m))
-            found = factor.compress(left, right, self._call.space).flatten(1)
-            self._found += found.to(self._found)
+            compressed = factor.compress(left, right, self._call.space).flatten(1)
+            self._projected += compressed.to(self._projected)
         else:
             self._add_blocks(name, factor, n * m)
 
     def _add_blocks(self, name: str, factor: Factor, numel: int) -> None:
-        """A matrix costs as much to generate as to use: all samples share it where the factor gives ranges."""
-        space, blocks = self._call.space.whole(), self.projection.blocks(numel)
+        """Project flattened gradients. Matrices are expensive to generate, so all samples share one if possible."""
+        space, blocks = self._call.space.up_to_limit(), self.projection.blocks(numel)
         if factor.stack_bytes > space.limit and factor.elements(0, 1) is not None:
             size = factor.batch * blocks[0][1] * factor.dtype.itemsize
             for some in space.chunks(len(blocks), size):
@@ -130,11 +130,11 @@ class Project(Reduction):
                 self._multiply(samples, real_rows(stack), name, blocks)
 
     def _multiply(self, samples: slice, rows: Tensor, name: str, blocks: list[tuple[int, int]]) -> None:
-        """Rows that hold the elements of some blocks, times those blocks of the matrix."""
+        """Add rows, which hold the elements of some blocks, times those blocks of the matrix."""
         offset = blocks[0][0] if blocks else 0
         for start, stop in blocks:
             matrix = self.projection.rows(name, start, stop).to(rows)
-            self._found[samples] += (rows[:, start - offset : stop - offset] @ matrix).to(self._found)
+            self._projected[samples] += (rows[:, start - offset : stop - offset] @ matrix).to(self._projected)
 
     def result(self) -> Tensor:
-        return self._found.to(self._call.dtype)
+        return self._projected.to(self._call.dtype)

@@ -1,4 +1,4 @@
-"""Several reductions on one stream of factors."""
+"""A run: one call of `reduce`, in which several reductions are given every factor that the backward makes."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _LEAST_MEMORY = 2**22  # bytes for temporaries, however small the model
 
 
 class Run:
-    """One call: hands every factor to all reductions, written out first where that pays and memory allows."""
+    """Gives every factor to all reductions, written out first where that is faster and memory allows."""
 
     def __init__(self, reductions: Sequence[Reduction], call: Call, *, memory_is_given: bool = True) -> None:
         self.reductions = [copy(r) for r in reductions]
         self.call = call
         self._space = call.space
         self._memory_is_given = memory_is_given
-        self._kept_bytes = 0  # of gradients that were written out and are kept
-        self._asked_often = sum(r.passes for r in reductions) > 1
-        self._kept = any(r.keeps_factors for r in reductions)
+        self._kept_bytes = 0  # of gradients that are written out and kept
+        self._reused = sum(r.passes for r in reductions) > 1
+        self._keeps_factors = any(r.keeps_factors for r in reductions)
         for reduction in self.reductions:
             reduction.start(call)
 
@@ -42,7 +42,7 @@ class Run:
         max_memory: int | None = None,
         ranks: Ranks | None = None,
     ) -> Run:
-        """The run of a new call, whose temporaries take pages that earlier calls have left."""
+        """The run of a new call, whose temporaries reuse memory of earlier calls."""
         POOL.begin_call()
         call = Call(params, batch, device, pack, Workspace(max_memory), ranks)
         return cls(reductions, call, memory_is_given=max_memory is not None)
@@ -53,7 +53,7 @@ class Run:
             self._space.limit = max(activation_bytes, _LEAST_MEMORY)
 
     def add(self, names: Sequence[str], factor: Factor) -> None:
-        """The factor of one parameter is complete, or of several: their samples are one parameter's after another's."""
+        """Take the complete factor of one parameter, or of several, whose samples follow one another (`Part`)."""
         for name, part in zip(names, split(self._written_out_if_it_pays(factor), len(names)), strict=True):
             for reduction in self.reductions:
                 reduction.add(name, part)
@@ -64,13 +64,13 @@ class Run:
             return tuple([reduction.result() for reduction in self.reductions])
 
     def _written_out_if_it_pays(self, factor: Factor) -> Factor:
-        """The factor in the form that is best asked several times, and kept."""
-        if not self._asked_often or not factor.prefers_stack(reused=True):
+        """The factor for all reductions: written out if several passes are faster then, and memory allows."""
+        if not self._reused or not factor.prefers_stack(reused=True):
             return factor
         size = factor.stack_bytes
-        saves = self._kept and size <= factor.nbytes  # less to keep than what the gradients are made from
+        saves = self._keeps_factors and size <= factor.nbytes  # less to keep than what the gradients are made from
         if not saves and self._kept_bytes + size > self._space.limit:
             return factor
-        if self._kept and not saves:
+        if self._keeps_factors and not saves:
             self._kept_bytes += size
         return Dense(factor.stack(recycled((factor.batch, *factor.shape), factor.dtype, factor.device)))

@@ -1,4 +1,4 @@
-"""How far the gradients of a batch lie apart: the size of each of them, and of their mean."""
+"""How much the gradients of a batch differ: their norms, and the norm of their mean. Used by the monitor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .norms import ParameterNorms
 
 @dataclass(frozen=True)
 class Spread:
-    """For P parameters and B samples, in float64."""
+    """Norms of gradients and of their mean for P parameters and B samples, in float64."""
 
     names: tuple[str, ...]
     norms: Tensor  # (P, B): of every sample's gradient
@@ -26,8 +26,8 @@ class Spread:
     def unbiased(self) -> tuple[Tensor, Tensor]:
         """(P,) each: the trace of the gradients' covariance, and the squared norm of their expectation.
 
-        With S the mean of n squared norms and G the squared norm of the mean, (S - G) n / (n - 1) and what is left
-        of G without a n-th of it: what the samples' own noise adds to it. NaN for fewer than two samples.
+        With S the mean of n squared norms and G the squared norm of the mean, the trace is (S - G) n / (n - 1). The
+        noise of the samples adds an n-th of it to G, which is subtracted. NaN for fewer than two samples.
         """
         finite = self.norms.isfinite()
         n = finite.sum(1, dtype=self.norms.dtype)
@@ -38,7 +38,7 @@ class Spread:
 
 
 class MeanAndNorms(Reduction):
-    """Norms and mean in one pass through every factor; a `Spread`."""
+    """A `Spread`: the norms and the mean of every parameter's gradients."""
 
     passes = 2
 
@@ -52,7 +52,7 @@ class MeanAndNorms(Reduction):
         mean = self._means[name] = self._mean(factor)
         size = row_norms(mean.unsqueeze(0))
         if not size.isfinite():
-            finite = factor.own_norms(self._call.space).isfinite().nonzero().squeeze(1)
+            finite = factor.cached_norms(self._call.space).isfinite().nonzero().squeeze(1)
             size = row_norms(self._mean(factor[finite]).unsqueeze(0)) if finite.numel() else torch.full_like(size, 0)
         self._mean_norms[name] = size.to(self._call.device)
 

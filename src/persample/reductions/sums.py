@@ -1,4 +1,4 @@
-"""The gradients themselves, and their weighted sums."""
+"""All gradients, written out (`Stack`), and their weighted sums."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Buffers = Mapping[str, Tensor] | Sequence[Tensor]
 
 
 class Stack(Reduction):
-    """Every gradient, as ``ps.grad`` gives them: (B, *shape) per parameter.
+    """Every gradient, (B, *shape) per parameter: what ``ps.grad`` returns.
 
     Args:
         out: one buffer per parameter, by name or in the order of the parameters, to be written instead of allocating

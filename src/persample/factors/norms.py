@@ -1,0 +1,52 @@
+"""Ways to the norms of a factor's gradients that are shared by several forms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..kernels.gram import gram_norms
+from ..kernels.norms import row_norms
+from .workspace import Workspace
+
+if TYPE_CHECKING:
+    from .base import Factor
+
+
+def norms_from_stacks(factor: Factor, space: Workspace) -> Tensor:
+    """(B,): the norms of gradients that are written out, a few samples at a time."""
+    return torch.cat([row_norms(stack) for _, stack in factor.stacks(space)])
+
+
+def norms_from_gram(
+    factor: Factor,
+    pairs: Iterable[Sequence[Tensor]],
+    groups: int,
+    space: Workspace,
+    scale: float = 1.0,
+    memo: dict[str, Tensor] | None = None,
+) -> Tensor:
+    """(B,): the norms of Σ_t left[t] ⊗ right[t], times ``scale``, from the Gram matrices of both sides.
+
+    Each of ``pairs`` is left and right (b·groups, T, ·) for the next b samples.
+    """
+    norms, trusted = [], []
+    for left, right in pairs:
+        shared = memo if len(left) == factor.batch * groups else None
+        each, ok = gram_norms(left, right, factor.dtype, shared)
+        if groups != 1:
+            each, ok = row_norms(each.view(-1, groups)), ok.view(-1, groups).all(1)
+        norms.append(each)
+        trusted.append(ok)
+    return with_untrusted_recomputed(factor, torch.cat(norms) * scale, torch.cat(trusted), space)
+
+
+def with_untrusted_recomputed(factor: Factor, norms: Tensor, trusted: Tensor, space: Workspace) -> Tensor:
+    """``norms``, where those that are not ``trusted`` are replaced by norms of gradients that are written out."""
+    factor._cancelling = (~trusted).nonzero().squeeze(1)
+    if factor._cancelling.numel():
+        norms[factor._cancelling] = norms_from_stacks(factor[factor._cancelling], space)
+    return norms
