@@ -213,4 +213,5 @@ def _gradients_of_no_samples(losses: Tensor, params: Mapping[str, Tensor], retai
     roots = Roots.of_losses(losses)
     roots.read()  # which opens what the graph hides
     grads = roots.backward([slot_of(p) for p in params.values()], retain_graph=retain_graph)
-    return {name: g for name, g in zip(params, grads, strict=True) if g is not None}
+    dense = [g if g is None or g.layout == torch.strided else g.to_dense() for g in grads]
+    return {name: g for name, g in zip(params, dense, strict=True) if g is not None}

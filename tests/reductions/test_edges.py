@@ -494,3 +494,12 @@ def test_no_parameters_and_no_samples() -> None:
     layer = nn.Linear(3, 2)
     ps.backward(layer(torch.ones(0, 3)).sum(1), {}, ps.ClippedSum(1.0))
     assert layer.weight.grad is None
+
+
+@pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
+def test_an_empty_batch_of_a_sparse_table_adds_zeros(layer: type[nn.Module]) -> None:
+    """PyTorch's own gradient is sparse there; ours is dense, as for any other batch."""
+    table = layer(5, 3, sparse=True)
+    losses = table(torch.empty(0, 2, dtype=torch.long)).flatten(1).sum(1)
+    ps.backward(losses, table, ps.ClippedSum(1.0))
+    assert torch.equal(table.weight.grad, torch.zeros(5, 3))
