@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import persample as ps
-from persample.graph import remember as recall
+from persample.graph import remember
 from persample.graph.read.roots import Roots
 from tests.reference import Params, assert_same, definition, named
 
@@ -21,9 +21,9 @@ Program = Callable[[], tuple[Params, Tensor]]  # parameters and losses
 
 @pytest.fixture(autouse=True)
 def nothing_remembered() -> Iterator[None]:
-    recall._PLANS.clear()
+    remember._PLANS.clear()
     yield
-    recall._PLANS.clear()
+    remember._PLANS.clear()
 
 
 def data(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -39,13 +39,13 @@ def leaf(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Tens
 def look(losses: Tensor, params: Params) -> Hashable:
     """What a graph has in common with those that look like it."""
     roots = Roots.of_losses(losses)
-    return recall.key_of(roots.read(), roots, list(named(params).values()))
+    return remember.key_of(roots.read(), roots, list(named(params).values()))
 
 
 def is_recalled(losses: Tensor, params: Params) -> bool:
     """Is there a plan for this graph?"""
     key = look(losses, params)
-    return key is not None and recall.recall(key, Roots.of_losses(losses).read()) is not None
+    return key is not None and remember.recall(key, Roots.of_losses(losses).read()) is not None
 
 
 def check(program: Program, rtol: float = 1e-8) -> None:

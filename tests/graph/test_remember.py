@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor
 
 import persample as ps
-from persample.graph import remember as recall
+from persample.graph import remember
 from persample.graph.layout import Shape
 from persample.graph.read.tape import read
 from tests.cases import CASES, Case
@@ -36,7 +36,7 @@ def other_numbers(case: Case, seed: int) -> tuple[Params, Tensor]:
 
 def recalled_in_turn(case: Case) -> bool:
     """Run a case three times, with other numbers each; was it recalled at the end?"""
-    recall._PLANS.clear()
+    remember._PLANS.clear()
     for seed in range(2):
         check(lambda seed=seed: other_numbers(case, seed), case.rtol)
     params, losses = other_numbers(case, 2)

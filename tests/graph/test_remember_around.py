@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 
 import persample as ps
-from persample.graph import remember as recall
+from persample.graph import remember
 from tests import models
 from tests.expanded.helpers import taken
 from tests.graph.look_alikes import (  # noqa: F401
@@ -227,7 +227,7 @@ def test_every_verb_gives_what_it_gave(name: str, make: Callable[[], nn.Module])
     losses = square(model)
     assert is_recalled(losses, model)
     got = flat(ask(losses, model))
-    recall._PLANS.clear()
+    remember._PLANS.clear()
     want = flat(ask(square(model), model))
     for one, other in zip(got, want, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
@@ -312,7 +312,7 @@ def test_the_same_graph_twice() -> None:
     want = definition(losses, model)
     for keep in (True, True, False):
         assert_same(ps.grad(losses, model, retain_graph=keep), want)
-    assert len(recall._PLANS) == 1
+    assert len(remember._PLANS) == 1
     with pytest.raises(RuntimeError, match="was freed by an earlier backward"):
         ps.grad(losses, model)
 
@@ -336,7 +336,7 @@ def test_nothing_is_kept_alive() -> None:
         ps.grad(losses, model)
     with pytest.raises(RuntimeError, match="was freed by an earlier backward"):
         ps.grad(losses, model)
-    assert len(recall._PLANS) == 1
+    assert len(remember._PLANS) == 1
     held = [weakref.ref(t) for t in (model, x, losses, *model.parameters())]
     del model, x, losses
     gc.collect()
@@ -373,10 +373,10 @@ def test_memory_is_bounded_and_what_is_used_stays() -> None:
     def program(B: int) -> tuple[Params, Tensor]:
         return [w], (data(B, 3) * w).sin().sum(1)
 
-    for B in range(3, recall._MOST + 20):
+    for B in range(3, remember._MOST + 20):
         for size in (2, B):
             ps.grad(program(size)[1], [w])
-    assert len(recall._PLANS) == recall._MOST
+    assert len(remember._PLANS) == remember._MOST
     assert is_recalled(program(2)[1], [w])
     assert not is_recalled(program(3)[1], [w])
 
@@ -389,7 +389,7 @@ def test_packed_sequences_leave_no_plans() -> None:
         want = definition(torch.stack([model(data(n, N, seed=n))[0].sin().sum() for n in lengths]), model)
         ps.call_for_per_sample_grads(model, batch_size=3)(packed)[0].data.sin().sum().backward()
         assert_same(taken(model), want)
-    assert not recall._PLANS
+    assert not remember._PLANS
 
 
 def test_several_threads_at_once() -> None:

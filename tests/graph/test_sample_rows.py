@@ -67,7 +67,7 @@ def test_sum(drawn: tuple[SampleRows, Tensor, int], rest: list[int]) -> None:
 
 @repeatable
 @given(layouts(), st.data())
-def test_lanes_need_the_sample_in_their_rows(drawn: tuple[Layout, Shape], data: st.DataObject) -> None:
+def test_rows_need_the_sample_in_them(drawn: tuple[Layout, Shape], data: st.DataObject) -> None:
     layout, shape = drawn
     row_dims = data.draw(st.integers(0, len(shape)))
     if any(d >= row_dims for d in varying(explicit(layout, shape))):
