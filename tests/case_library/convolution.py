@@ -184,3 +184,12 @@ def conv2d_large_kernel(B: int) -> Program:
 def conv2d_kernel_of_whole_image(B: int) -> Program:
     net, x = nn.Conv2d(3, 4, 5), torch.randn(B, 3, 5, 5)
     return net, lambda: score(net(x).flatten(1))
+
+
+@case(
+    {"plain": {}, "padding": {"pad": 2}, "one-by-one": {"length": 1}, "frozen-bias": {"frozen": True}},
+    nodes=("ConvTbcBackward0",),
+)
+def conv_tbc(B: int, length: int = 3, pad: int = 0, frozen: bool = False) -> Program:
+    w, b, x = param(length, 4, 6), param(6), torch.randn(4, B, 4)  # PyTorch wants a contiguous cotangent
+    return [w] if frozen else [w, b], lambda: torch.conv_tbc(x, w, b, pad).sin().square().sum((0, 2))

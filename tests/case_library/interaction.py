@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .registry import Program, case, ints, score
+from .registry import Program, case, ints, param, score
 
 
 @case(
@@ -201,3 +202,16 @@ def scaled_by_the_largest(B: int) -> Program:
 def gram_matrix_of_the_batch(B: int) -> Program:
     net, x = nn.Linear(3, 4), torch.randn(B, 3)
     return net, lambda: (lambda h: (h.t() @ h).norm() * score(h))(net(x).tanh())
+
+
+@case(batches=(4, 2), interacts=True)
+def conv_tbc_across_samples(B: int) -> Program:
+    w, b, x = param(3, 4, 6), param(6), torch.randn(B, 5, 4)
+    return [w, b], lambda: score(torch.conv_tbc(x, w, b, 1))
+
+
+@case(batches=(4, 2), interacts=True)
+def conv_tbc_less_the_mean_of_another(B: int) -> Program:
+    v, w, b, x = param(3, B, 6), param(3, B, 6), param(6), torch.randn(5, B, B)  # as many channels as samples
+    conv = partial(torch.conv_tbc, x, bias=b, pad=1)
+    return [v, w, b], lambda: (conv(weight=v) - conv(weight=w).mul(1.5).mean(1, keepdim=True)).square().sum((0, 2))

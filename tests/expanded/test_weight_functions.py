@@ -130,6 +130,7 @@ BATCH_SECOND: dict[str, tuple[Fn, list[Shape]]] = {
     "layer_norm": (lambda x, w: F.layer_norm(x, (4,), w), [(4,)]),
     "where": (lambda x, w: torch.where(x > 0, x, w), [(4,)]),
     "einsum": (lambda x, w: torch.einsum("tbi,oi->tbo", x, w), [(3, 4)]),
+    "conv_tbc": (lambda x, w, b: torch.conv_tbc(x, w, b, 1), [(2, 4, 3), (3,)]),
 }
 
 
@@ -141,8 +142,8 @@ def test_batch_second(name: str, shape: Shape) -> None:
 
 
 SLOW: dict[str, tuple[Fn, Callable[[int], Tensor], list[Shape], int]] = {
-    "conv_tbc": (lambda x, w, b: torch.conv_tbc(x, w, b, 0), lambda B: r(3, B, 4), [(2, 4, 3), (3,)], 1),
-    "conv_tbc-T=B": (lambda x, w, b: torch.conv_tbc(x, w, b, 0), lambda B: r(5, B, 4), [(2, 4, 3), (3,)], 1),
+    "table-first": (lambda x, w: torch.cdist(w, x).mT, lambda B: r(3, B, 4), [(2, 4)], 1),
+    "table-first-T=B": (lambda x, w: torch.cdist(w, x).mT, lambda B: r(5, B, 4), [(2, 4)], 1),
 }
 
 
@@ -153,7 +154,7 @@ def test_functions_without_a_rule(name: str, B: int, reduction: str) -> None:
     """The exact fallback, which says that it is slow."""
     fn, data, shapes, dim = SLOW[name]
     if B > 1:
-        with pytest.warns(ps.PerformanceWarning, match="ConvTbc"):
+        with pytest.warns(ps.PerformanceWarning, match="Cdist"):
             check(fn, data(B), *shapes, reduction=reduction, dim=dim)
     else:
         check(fn, data(B), *shapes, reduction=reduction, dim=dim)

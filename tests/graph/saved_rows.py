@@ -88,6 +88,8 @@ LAYERS = [
         lambda: F.conv_transpose1d(c(2, 4, 5), w(4, 2, 3), stride=2, output_padding=1),
         {"transposed": True, "output_padding": (1,), "stride": (2,), "padding": (0,)},
     ),
+    Row("ConvTbc", lambda: torch.conv_tbc(M3, w(2, 3, 4), V, 1), {"self": M3, "pad": 1}),
+    Row("ConvTbc", lambda: torch.conv_tbc(c(5, 2, 3), w(2, 3, 4), c(4)), {"self": Tensor, "pad": 0}),
     Row(
         "NativeLayerNorm",
         lambda: F.layer_norm(M, (3,), w(3), w(3), eps=0),

@@ -100,6 +100,14 @@ _NORMS: Samples = {
 _SPACE: Samples = {
     "AdaptiveAvgPool3D": [lambda: F.adaptive_avg_pool3d(w(2, 3, 4, 4, 4), 2)],
     "AdaptiveMaxPool3D": [lambda: F.adaptive_max_pool3d(w(2, 3, 4, 4, 4), 2)],
+    "ConvTbc": [
+        lambda: torch.conv_tbc(w(5, 3, 4), w(2, 4, 6), w(6), 1),
+        lambda: torch.conv_tbc(w(4, 4, 4), w(3, 4, 4), w(4), 1),  # T, B and channels have one size
+        lambda: torch.conv_tbc(c(4, 4, 4), w(1, 4, 4), w(4)),
+        lambda: torch.conv_tbc(w(4, 3, 2), c(4, 2, 5), w(5)),  # one window
+        lambda: torch.conv_tbc(c(4, 3, 2), w(1, 2, 5), c(5), 2),  # windows of zeros alone
+        lambda: torch.conv_tbc(f(3, 3, 2), f(2, 2, 3), f(3)),
+    ],
     "FractionalMaxPool3D": [lambda: F.fractional_max_pool3d(w(2, 3, 4, 4, 4), 2, output_size=2)],
     "GridSampler3D": [
         lambda: F.grid_sample(w(2, 2, 3, 3, 3), w(2, 2, 2, 2, 3).tanh(), align_corners=False),

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from functools import partial
 
-from ...factors import Convolution, Dense, Factor
+import torch.nn.functional as F
+from torch.autograd.graph import Node
+
+from ...factors import Convolution, Dense, Factor, Outer, View
+from ...factors.rearrange import Reshape
 from ...kernels.convolution import Geometry
 from ..layout import Flow, Outcome, Shape, sample_dims
 from ..read.site import Site
-from .dims import keep, leading, only
+from .dims import by_letters, keep, leading, only
 from .table import Layouts, Rowwise, op
 from .use import Use
 
@@ -64,6 +68,31 @@ def _per_dim(use: Use, name: str) -> tuple[int, ...]:
     return saved * (use.g.ndim - 2) if len(saved) == 1 else saved
 
 
+def mixed_dims_tbc(site: Site) -> tuple[Shape, Shape]:
+    """All channels, and positions if a window has several."""
+    return site.shapes[0], (0, 2) if site.target_or_saved(1, "weight")[0] > 1 else (2,)
+
+
+def constants_of_tbc(node: Node, shape: Shape) -> list[int]:
+    """A constant sequence brings positions and batch along, a constant weight channels, whatever sizes coincide."""
+    x, weight = (node.next_functions[k][0] for k in (0, 1))
+    return [*([0, 1] if x is None else []), *([2] if weight is None else [])]
+
+
+def conv_tbc(use: Use) -> Factor | None:
+    """Windows of the sequence and cotangents, position by position: dW[b] is the sum of their outer products."""
+    site, g, rows = use.site, use.g, use.rows(2)
+    if rows is None or use.k == 0 or g.is_complex():
+        return None
+    g = rows.group(g.flatten(0, 1))
+    if use.k == 2:
+        return Dense(g.sum(1))
+    pad, length = site.number("pad"), use.target[0]
+    windows = F.pad(site.tensor("self"), (0, 0, 0, 0, pad, pad)).unfold(0, length, 1)  # (T, B, C, length)
+    flat = Outer(rows.group(windows.mT.flatten(2).flatten(0, 1)), g)
+    return View(flat, use.target, Reshape(flat.shape, use.target))
+
+
 FLOW = {0: images, 1: shared_by_images, 2: shared_by_images}
 _op = partial(op, flow=FLOW, convolution=True, mixed_dims=mixed_dims)
 
@@ -76,3 +105,10 @@ _op(
     saved_data=("input", 1),
 )
 _op("MkldnnConvolution CudnnConvolution ConvolutionOverrideable SlowConvDilated2D SlowConvDilated3D")
+op(
+    "ConvTbc",
+    flow=by_letters("tbo", {0: "sbc", 1: "kco", 2: "o"}),  # s: a position of the sequence is in several windows
+    rule=conv_tbc,
+    mixed_dims=mixed_dims_tbc,
+    new_rows=constants_of_tbc,
+)
