@@ -33,7 +33,7 @@ def call_alone(
     rule: Known | None,
     weights: Sequence[ExpandedWeight],
 ) -> Any:
-    """Its result, attached to the user's graph by a gate; of weights alone, a weight."""
+    """The result of a function, attached to the user's graph by a gate; if it is of weights alone, a weight."""
     data = [t for t in leaves((args, kwargs)) if isinstance(t, Tensor) and not isinstance(t, cls)]
     samples = _samples(func, rule, data, weights)
     if samples is None or not torch.is_grad_enabled():
@@ -52,31 +52,49 @@ def call_alone(
     if place is not None:
         place((args, kwargs), result, samples)
         _check_located(func, outputs, samples)
-    elif outputs and inputs and not is_computed_from(outputs, inputs):  # data lent their dtype or shape only
+    elif outputs and inputs and not is_computed_from(outputs, inputs):  # only the data's dtype or shape was used
         return _as_weights(cls, result, weights)
     else:
-        for x in inputs:
-            if x.numel() and _is_data(x, samples):
-                samples.tell(x, along(x.shape, samples.dim, samples.batch))
+        _tell_inputs(inputs, samples)
+    attached = _attached(name_of(func), outputs, stand_ins, samples, weights, follow=place is None)
+    return tree_map(lambda leaf: attached.get(id(leaf), leaf), result)
+
+
+def _attached(
+    what: str,
+    outputs: Sequence[Tensor],
+    stand_ins: StandIns,
+    samples: Samples,
+    weights: Sequence[ExpandedWeight],
+    *,
+    follow: bool,
+) -> dict[int, Tensor]:
+    """The outputs as the user's graph sees them, behind a gate; by the ids of those that the function returned."""
     bases = list({id(base): base for weight in weights for base in weight.bases}.values())
     recording = Recording(
-        what=name_of(func),
+        what=what,
         leaves={str(i): base.leaf for i, base in enumerate(bases)},
-        inputs=inputs,
+        inputs=[leaf for _, leaf in stand_ins.pairs()],
         outputs=outputs,
         samples=samples,
         receive=_Writer(bases).open,
         working=[base.working for base in bases],
-        follow=place is None,
+        follow=follow,
         shared=any(bool(weight.sources) for weight in weights),
     )
     wanted = [x for x, _ in stand_ins.pairs() if x.requires_grad]
-    attached = dict(zip(map(id, outputs), attach(recording, [b.orig_weight for b in bases], wanted), strict=True))
-    return tree_map(lambda leaf: attached.get(id(leaf), leaf), result)
+    return dict(zip(map(id, outputs), attach(recording, [b.orig_weight for b in bases], wanted), strict=True))
+
+
+def _tell_inputs(inputs: Sequence[Tensor], samples: Samples) -> None:
+    """The data of a function that is followed carry their samples in the batch dim."""
+    for x in inputs:
+        if x.numel() and _is_data(x, samples):
+            samples.tell(x, along(x.shape, samples.dim, samples.batch))
 
 
 def _as_weights(cls: type[ExpandedWeight], result: Any, weights: Sequence[ExpandedWeight]) -> Any:
-    """What was computed from weights alone."""
+    """A result that was computed from weights alone, as weights."""
     return tree_map(lambda leaf: cls.computed(leaf, weights) if _wants_gradient(leaf) else leaf, result)
 
 
@@ -115,17 +133,7 @@ def _samples(
 ) -> Samples | None:
     """Where the batch is; None if there is none, because only weights and constants meet."""
     first = weights[0]
-    for weight in weights:
-        if (weight.batch_size, weight.loss_reduction, weight.batch_first) != (
-            first.batch_size,
-            first.loss_reduction,
-            first.batch_first,
-        ):
-            raise RuntimeError(
-                f"{_disagreement(first, weight)}: {name_of(func)} was given expanded weights that disagree: batch_size "
-                f"{first.batch_size} and {weight.batch_size}, loss_reduction {first.loss_reduction!r} and "
-                f"{weight.loss_reduction!r}, batch_first {first.batch_first} and {weight.batch_first}"
-            )
+    _check_agreement(func, weights)
     dim = (0 if first.batch_first else 1) if rule is None or rule.dim is None else rule.dim
     batch, sizes = first.batch_size, [t.shape[dim] for t in data if t.ndim > dim]
     if rule is not None and rule.alone is not None:
@@ -142,8 +150,24 @@ def _samples(
     return None
 
 
+def _check_agreement(func: Callable[..., Any], weights: Sequence[ExpandedWeight]) -> None:
+    """Refuse weights that do not agree on what the batch is."""
+    first = weights[0]
+    for weight in weights:
+        if (weight.batch_size, weight.loss_reduction, weight.batch_first) != (
+            first.batch_size,
+            first.loss_reduction,
+            first.batch_first,
+        ):
+            raise RuntimeError(
+                f"{_disagreement(first, weight)}: {name_of(func)} was given expanded weights that disagree: batch_size "
+                f"{first.batch_size} and {weight.batch_size}, loss_reduction {first.loss_reduction!r} and "
+                f"{weight.loss_reduction!r}, batch_first {first.batch_first} and {weight.batch_first}"
+            )
+
+
 def _disagreement(one: ExpandedWeight, other: ExpandedWeight) -> str:
-    """What PyTorch's own expanded weights say of it."""
+    """What PyTorch's own expanded weights say of two that disagree."""
     if one.loss_reduction != other.loss_reduction:
         return "Expected ExpandedWeights to all have the same loss_reduction argument"
     if one.batch_first != other.batch_first:
@@ -180,7 +204,7 @@ def write(factor: Factor, weight: ExpandedWeight) -> None:
 
 
 def add_grad_sample(weight: ExpandedWeight, rows: Tensor) -> None:
-    """Add rows to what earlier uses have written, if any; missing ones are zero, and those of the last samples."""
+    """Add rows to those that earlier uses have written; if there are fewer than samples, the last ones get zeros."""
     missing = rows.new_zeros(weight.batch_size - len(rows), *rows.shape[1:])
     rows = torch.cat([rows, missing]) if len(missing) else rows
     rows = rows if weight.scale == 1 else rows * weight.scale

@@ -23,7 +23,7 @@ from ..graph.read.saved import version
 from ..trees import leaves, tree_map
 from .origins import SMALL, Origin, Origins
 from .replay import Made, Noise, Place, Replay, Source, Step
-from .samples import Found
+from .samples import Finding
 from .weight import ExpandedWeight
 
 _MOST = 1024  # functions that are noted
@@ -53,7 +53,7 @@ class _Meeting:
     direct: bool  # is it a function of unchanged inputs?
 
 
-_FOUND: dict[Any, Found] = {}  # of functions and shapes that were seen before
+_ANSWERS: dict[Any, Finding] = {}  # for functions and shapes that were seen before
 
 
 class Notes(TorchFunctionMode):
@@ -98,17 +98,33 @@ class Notes(TorchFunctionMode):
         if not all(map(self._can_be_noted, given)) or _has_offsets(func, args, kwargs):
             self._forget(returned + changed)
         elif returned or changed:
-            ids, by_shape = {id(t) for t in changed}, self._by_shape(func, given)
-            args, kwargs = tree_map(lambda leaf: self._noted(leaf, id(leaf) in ids), (args, kwargs))
-            untouched = self._is_untouched(given) and not changes
-            if kwargs.get("out") is not None:  # made anew by every run
-                kwargs, changes = {**kwargs, "out": None}, ()
-                self._forget(returned)
-            outputs = returned + [given[i] for i in changes]
-            same = [any(t is g for g in given) and id(t) not in ids for t in outputs]
-            numbers = self._outputs(outputs, same, active, untouched)
-            self._steps.append(Step(func, args, kwargs, numbers, changes, by_shape))
+            self._note(func, args, kwargs, given, returned, changes, active)
         return result
+
+    def _note(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        given: Sequence[Tensor],
+        returned: list[Tensor],
+        changes: tuple[int, ...],
+        active: bool,
+    ) -> None:
+        """Note a call by the tensors that it was ``given``, those it ``returned``, and which of the former it changed.
+
+        ``active``: a weight, or what was computed from weights, was among those given.
+        """
+        changed, by_shape = {id(given[i]) for i in changes}, self._by_shape(func, given)
+        args, kwargs = tree_map(lambda leaf: self._noted(leaf, id(leaf) in changed), (args, kwargs))
+        untouched = self._is_untouched(given) and not changes
+        if kwargs.get("out") is not None:  # made anew by every run
+            kwargs, changes = {**kwargs, "out": None}, ()
+            self._forget(returned)
+        outputs = returned + [given[i] for i in changes]
+        same = [any(t is g for g in given) and id(t) not in changed for t in outputs]
+        numbers = self._outputs(outputs, same, active, untouched)
+        self._steps.append(Step(func, args, kwargs, numbers, changes, by_shape))
 
     def _outputs(
         self, outputs: Sequence[Tensor], same: Sequence[bool], active: bool, untouched: bool
@@ -128,12 +144,12 @@ class Notes(TorchFunctionMode):
         return inputs and not any(step.changes for step in self._steps)
 
     def _forget(self, tensors: Iterable[Tensor]) -> None:
-        """What they were is gone."""
+        """These tensors no longer hold data that can be computed again."""
         for t in tensors:
             self._numbers.pop(id(t), None)
 
     def _number(self, t: Tensor) -> int:
-        """That of a tensor of data; a new one, if it has none. It is forgotten when the tensor dies."""
+        """The number of a tensor of data; a new one, if it has none. It is forgotten when the tensor dies."""
         key, numbers = id(t), self._numbers
         if key not in numbers:
             numbers[key] = self._next
@@ -166,22 +182,22 @@ class Notes(TorchFunctionMode):
         integers = any(id(t) in self._numbers and not (t.is_floating_point() or t.is_complex()) for t in given)
         return alone or not integers or _plain_name(func) in _BY_SHAPE
 
-    def found(
-        self, choices: Callable[[Shape], Sequence[Layout]], known: Mapping[NodeSlot, Found]
-    ) -> dict[NodeSlot, Found]:
+    def evidence(
+        self, choices: Callable[[Shape], Sequence[Layout]], known: Mapping[NodeSlot, Finding]
+    ) -> dict[NodeSlot, Finding]:
         """What running again shows of results of data and weights; those of unchanged inputs may be known already."""
-        found, replay = {}, Replay(self._steps, self._sources, self._batch, choices)
+        evidence, replay = {}, Replay(self._steps, self._sources, self._batch, choices)
         for meeting in self._meetings:
             if meeting.direct and meeting.slot in known:
                 continue
             key = self._signature(replay, meeting)
-            answer = _FOUND.get(key) or replay.found(meeting.place)
-            found[meeting.slot] = answer
+            answer = _ANSWERS.get(key) or replay.locate(meeting.place)
+            evidence[meeting.slot] = answer
             if key is not None:
-                _FOUND[key] = answer
-        while len(_FOUND) > _KEPT:
-            _FOUND.pop(next(iter(_FOUND)))
-        return found
+                _ANSWERS[key] = answer
+        while len(_ANSWERS) > _KEPT:
+            _ANSWERS.pop(next(iter(_ANSWERS)))
+        return evidence
 
     def _signature(self, replay: Replay, meeting: _Meeting) -> tuple[Any, ...] | None:
         """Functions and shapes, if the same ones always leave samples in the same place."""

@@ -68,8 +68,8 @@ def _argument(arguments: Arguments, position: int, name: str, default: Any = Non
 
 def _first(arguments: Arguments) -> Tensor:
     """The data: every function below takes them first, as ``input``."""
-    found: Tensor = _argument(arguments, 0, "input")
-    return found
+    data: Tensor = _argument(arguments, 0, "input")
+    return data
 
 
 # What PyTorch's own expanded weights say of data without a batch: code that was written for them looks for it.
@@ -180,9 +180,9 @@ def _keeps(kept: Callable[[int], Sequence[int | None]]) -> Place:
     def place(arguments: Arguments, result: Any, samples: Samples) -> None:
         x = _first(arguments)
         layout = samples.of_input(x)
-        found = None if layout is None else carry(layout, tuple(x.shape), tuple(result.shape), kept(x.ndim))
-        if found is not None:
-            samples.tell(result, found)
+        moved = None if layout is None else carry(layout, tuple(x.shape), tuple(result.shape), kept(x.ndim))
+        if moved is not None:
+            samples.tell(result, moved)
 
     return place
 

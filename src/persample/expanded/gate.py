@@ -1,4 +1,4 @@
-"""A call whose graph is kept apart from the user's, and asked for factors when the user's backward comes by.
+"""A call whose graph is kept apart from the user's, and asked for factors when the user's backward comes to it.
 
 The call's results hang on one node of the user's graph, the *gate*. Behind it lies the call's own graph, with other
 leaves in place of weights and inputs. The gate gets the cotangents of all results at once, runs one capture on the
@@ -94,8 +94,8 @@ class Recording:
                 return self.input_gradients(grads, keep)
             unscaled = None if self.scale == 1 else self.input_gradients(grads, keep=True)
             run = _Backward(self, outputs, cotangents, receiver, keep, self.inputs if unscaled is None else ())
-            found = run.of_one_sample() if self.samples.batch == 1 else run.of_several_samples()
-        return found if unscaled is None else unscaled
+            gradients = run.of_one_sample() if self.samples.batch == 1 else run.of_several_samples()
+        return gradients if unscaled is None else unscaled
 
 
 @dataclass(frozen=True)
@@ -157,22 +157,22 @@ class _Backward:
         try:
             return self._capture(guess, graph)
         except InteractionError:
-            found = graph.plan(guess.roots)
-            self.call.samples.compare(found, may_meet=True)  # perhaps the guess is wrong, and samples do not meet
-            if not self._is_coincidence(guess, graph, found):
+            plan = graph.plan(guess.roots)
+            self.call.samples.compare(plan, may_meet=True)  # perhaps the guess is wrong, and samples do not meet
+            if not self._is_coincidence(guess, graph, plan):
                 raise
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "samples interact in", PerformanceWarning)
             return self._capture(guess, graph, independent=False)
 
-    def _is_coincidence(self, guess: Guess, graph: CallGraph, found: CapturePlan) -> bool:
+    def _is_coincidence(self, guess: Guess, graph: CallGraph, plan: CapturePlan) -> bool:
         """Do samples seem to meet in nothing but tables as long as the batch? Then rows of the Jacobian are right."""
         samples = self.call.samples
         try:
-            samples.verify(found, guess.doubtful)
+            samples.verify(plan, guess.doubtful)
         except (Contradiction, InteractionError):
             return False
-        return not graph.interact_without(samples.tables, found, guess.roots)
+        return not graph.interact_without(samples.tables, plan, guess.roots)
 
     def _capture(self, guess: Guess, graph: CallGraph, independent: bool = True) -> _Gradients:
         call, samples = self.call, self.call.samples
@@ -195,14 +195,14 @@ class _Backward:
 
 def _for_users(error: InteractionError, what: str) -> InteractionError:
     """What to say of samples that meet, and what to do."""
-    found = InteractionError(
+    told = InteractionError(
         f"samples interact in {', '.join(error.ops)}, of {what}: one sample's loss depends on another sample "
         f"(or the op's backward is not linear). Use layers that keep samples apart (GroupNorm for BatchNorm, or "
         f"model.eval()), do to data what mixes them before the call, or use ps.grad, which gives the exact "
         f"Jacobian rows"
     )
-    found.ops = error.ops
-    return found
+    told.ops = error.ops
+    return told
 
 
 class _Ask(torch.autograd.Function):
@@ -251,13 +251,13 @@ class _Gate(torch.autograd.Function):
         keep = keep or recording.shared
         with _apart(recording, grads):
             wanted = will_run(ctx.next_functions[0][0])
-            found = (recording.gradients if wanted else recording.input_gradients)(grads, keep)
-        return None, None, *found[: len(ctx.next_functions) - 1]
+            gradients = (recording.gradients if wanted else recording.input_gradients)(grads, keep)
+        return None, None, *gradients[: len(ctx.next_functions) - 1]
 
 
 @contextmanager
 def _apart(recording: Recording, grads: Sequence[Tensor | None]) -> Iterator[None]:
-    """The caller's modes stay out, and everybody knows who is at work."""
+    """Run apart from the caller's autocast, with the flags of all weights up."""
     with ExitStack() as stack:
         for flag in recording.working:
             stack.enter_context(flag)
@@ -279,16 +279,16 @@ _COLLECTING: dict[Node, list[Factor]] = {}  # by the node of the weight's leaf, 
 @contextmanager
 def contributions(leaves: Sequence[Node]) -> Iterator[dict[Node, list[Factor]]]:
     """Collect what registered rules contribute to these leaves meanwhile."""
-    found: dict[Node, list[Factor]] = {leaf: [] for leaf in leaves}
-    _COLLECTING.update(found)
+    factors: dict[Node, list[Factor]] = {leaf: [] for leaf in leaves}
+    _COLLECTING.update(factors)
     try:
-        yield found
+        yield factors
     finally:
         for leaf in leaves:
             _COLLECTING.pop(leaf, None)
 
 
 def contribute(leaf: Node, factor: Factor) -> None:
-    """A part of a weight's factor; it is dropped while the engine only passes by, or asks where samples lie."""
+    """A part of a weight's factor; nobody collects it while the engine only passes, or asks where samples lie."""
     if leaf in _COLLECTING:
         _COLLECTING[leaf].append(factor)

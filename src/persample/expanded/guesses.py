@@ -107,27 +107,27 @@ class Guesses:
         """The nearest tensors that may hold a batch, none of them below another; some are ``passed`` by."""
         passed = set(passed)
         while True:
-            found = self._nearest(passed)
-            upper = {slot for slot in found if self.graph.leads_to(slot, found)}
+            nearest = self._nearest(passed)
+            upper = {slot for slot in nearest if self.graph.leads_to(slot, nearest)}
             if not upper:
-                return found
+                return nearest
             passed |= upper  # what it leads to would be counted twice
 
     def _nearest(self, passed: set[NodeSlot]) -> dict[NodeSlot, Sequence[Layout]]:
-        graph, found = self.graph, dict[NodeSlot, Sequence[Layout]]()
+        graph, starts = self.graph, dict[NodeSlot, Sequence[Layout]]()
         stack, seen = [slot for slot in self.results if graph.holds(slot)], set(self.results)
         while stack:
             slot = stack.pop()
             places = self._places(slot, graph.shape(slot))
             if places and slot not in passed:
-                found[slot] = places
+                starts[slot] = places
                 continue
             below = [other for other in graph.below(slot) if other not in seen]
             if any(map(graph.is_weight, below)):
                 raise self._without_samples(slot)
             seen.update(below)
             stack += below
-        return found
+        return starts
 
     def _without_samples(self, slot: NodeSlot) -> UnknownBatch:
         return UnknownBatch(
@@ -139,15 +139,15 @@ class Guesses:
 
 def _cotangents(results: Mapping[NodeSlot, Tensor], starts: Iterable[NodeSlot]) -> dict[NodeSlot, Tensor]:
     """The cotangents of the tensors that a backward starts from: those given, and what comes from results above."""
-    found = {slot: g for slot, g in results.items() if slot in starts}
+    cotangents = {slot: g for slot, g in results.items() if slot in starts}
     above = {slot: g for slot, g in results.items() if slot not in starts}
     if above:
         edges, targets = ([GradientEdge(*slot) for slot in slots] for slots in (above, starts))
         extra = torch.autograd.grad(edges, targets, list(above.values()), retain_graph=True, allow_unused=True)
         for slot, g in zip(starts, extra, strict=True):
             if g is not None:
-                found[slot] = found[slot] + g if slot in found else g
-    return {slot: found[slot] for slot in starts if slot in found}
+                cotangents[slot] = cotangents[slot] + g if slot in cotangents else g
+    return {slot: cotangents[slot] for slot in starts if slot in cotangents}
 
 
 @dataclass

@@ -46,8 +46,8 @@ def record_call(
             stack.enter_context(weight.working)  # a forward may take gradients itself
         stack.enter_context(notes)
         result = functional_call(module, _everywhere(module, by_id), args, kwargs, tie_weights=False)
-    found = _outputs(result, samples, notes)
-    outputs = list(found.values())
+    returned = _outputs(result, samples, notes)
+    outputs = list(returned.values())
     what = type(module).__name__
     if not outputs:
         _refuse_hidden(what, result)
@@ -64,7 +64,7 @@ def record_call(
         working=[weight.working for weight in weights.values()],
     )
     attached = attach(recording, list(params.values()), [x for x, _ in stand_ins.pairs()])
-    return _replaced_outputs(result, dict(zip(found, attached, strict=True)))
+    return _replaced_outputs(result, dict(zip(returned, attached, strict=True)))
 
 
 def _replaced_input(leaf: Any, weights: Mapping[int, ExpandedWeight], stand_ins: StandIns) -> Any:
@@ -78,11 +78,11 @@ def _replaced_input(leaf: Any, weights: Mapping[int, ExpandedWeight], stand_ins:
 
 def _samples(module: nn.Module, arguments: Any, batch: int, dim: int) -> tuple[Samples, Notes]:
     """What is known before the call, and notes of what happens to its data."""
-    found = leaves(arguments)
-    packed = [leaf for leaf in found if isinstance(leaf, PackedSequence)]
-    inputs = [leaf for leaf in found if type(leaf) is Tensor and holds_batch(leaf, batch, dim)]
+    values = leaves(arguments)
+    packed = [leaf for leaf in values if isinstance(leaf, PackedSequence)]
+    inputs = [leaf for leaf in values if type(leaf) is Tensor and holds_batch(leaf, batch, dim)]
     samples = Samples(batch, dim, inputs, packed[0] if len(packed) == 1 else None)
-    others = [leaf for leaf in found if isinstance(leaf, Tensor) and not isinstance(leaf, ExpandedWeight)]
+    others = [leaf for leaf in values if isinstance(leaf, Tensor) and not isinstance(leaf, ExpandedWeight)]
     samples.notes = notes = Notes(_sources(samples), batch, dim, module, others)
     return samples, notes
 
@@ -91,15 +91,16 @@ def _sources(samples: Samples) -> list[Source]:
     """The call's data, and the sample of every element; nothing can be told from one sample."""
     if samples.batch < 2:
         return []
-    found = []
+    sources = []
     if samples.packed is not None and int(samples.packed.batch_sizes[0]) == samples.batch:
         data, sizes, order = samples.packed[:3]
-        found.append(Source(data, labels(of_packed(sizes, order, data, samples.batch), tuple(data.shape)), varies=True))
+        index = labels(of_packed(sizes, order, data, samples.batch), tuple(data.shape))
+        sources.append(Source(data, index, varies=True))
     for x in samples.inputs:  # the first one is taken at its word, where a mask or a state may carry samples elsewhere
-        certain = not found or list(x.shape).count(samples.batch) == 1
+        certain = not sources or list(x.shape).count(samples.batch) == 1
         index = labels(along(x.shape, samples.dim, samples.batch), tuple(x.shape))
-        found.append(Source(x, index, certain))
-    return found
+        sources.append(Source(x, index, certain))
+    return sources
 
 
 def _everywhere(module: nn.Module, by_id: Mapping[int, ExpandedWeight]) -> dict[str, Tensor]:
@@ -114,17 +115,17 @@ def _everywhere(module: nn.Module, by_id: Mapping[int, ExpandedWeight]) -> dict[
 
 def _outputs(result: Any, samples: Samples, notes: Notes) -> dict[int, Tensor]:
     """The results that a gradient can come to, by the id of what was returned."""
-    found: dict[int, Tensor] = {}
+    outputs: dict[int, Tensor] = {}
     for leaf in leaves(result):
         if isinstance(leaf, PackedSequence):
             if int(leaf.batch_sizes[0]) == samples.batch:
                 samples.tell(leaf.data, of_packed(leaf.batch_sizes, leaf.sorted_indices, leaf.data, samples.batch))
             leaf = leaf.data
         if isinstance(leaf, Tensor) and leaf.requires_grad:
-            found[id(leaf)] = leaf.leaf if isinstance(leaf, ExpandedWeight) else leaf
+            outputs[id(leaf)] = leaf.leaf if isinstance(leaf, ExpandedWeight) else leaf
             if notes.origins.of(leaf) == Origin.WEIGHTS:
-                samples.weights.add(slot_of(found[id(leaf)]))
-    return found
+                samples.weights.add(slot_of(outputs[id(leaf)]))
+    return outputs
 
 
 def _refuse_hidden(what: str, result: Any) -> None:
@@ -150,14 +151,14 @@ def _let_in_others(
     """
     known = [*[weight.leaf for weight in weights.values()], *[leaf for _, leaf in stand_ins.pairs()]]
     graph = read_outputs(outputs)
-    found, names = other_leaves(graph, known), {id(p): name for name, p in params.items()}
-    past = sorted(names[id(t)] for t in found if id(t) in names)
+    others, names = other_leaves(graph, known), {id(p): name for name, p in params.items()}
+    past = sorted(names[id(t)] for t in others if id(t) in names)
     if past:
         raise RuntimeError(
             f"{what} uses parameters {past} by another way than its attributes of that name (kept in a list or a "
             f"closure), so that this use was not recorded: read them off the module in forward"
         )
-    for plain in found:
+    for plain in others:
         stand_ins.let_in(plain)
     return None if stand_ins.pairs() else graph
 

@@ -73,19 +73,19 @@ def check_data(func: Callable[..., Any], data: Any, values: Sequence[Any]) -> No
     _check_count(func, data.shape[dim], weights)
 
 
-def _check_count(func: Callable[..., Any], found: int, weights: Sequence[ExpandedWeight]) -> None:
+def _check_count(func: Callable[..., Any], count: int, weights: Sequence[ExpandedWeight]) -> None:
     """Refuse another number of samples than the weights have; none is a number that they may have."""
     sizes = [
-        w.batch_size for w in weights if found > w.batch_size or (found < w.batch_size and not w.allow_smaller_batches)
+        w.batch_size for w in weights if count > w.batch_size or (count < w.batch_size and not w.allow_smaller_batches)
     ]
-    if not found and (sizes or not weights):
+    if not count and (sizes or not weights):
         raise RuntimeError(
             f"0 is not a valid batch size for Expanded Weights, unless it is their own: {name_of(func)} was given no "
             f"sample, and expanded weights of batch sizes {sizes}"
         )
     if sizes:
         raise RuntimeError(
-            f"Expected ExpandedWeights to have batch size matching input, but {name_of(func)} was given {found} "
+            f"Expected ExpandedWeights to have batch size matching input, but {name_of(func)} was given {count} "
             f"samples, and an ExpandedWeight of batch size {sizes[0]}"
         )
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..graph.layout import NOBODY, Layout, Shape, labels, simplify
 from ..trees import leaves, tree_map
 from .functions import name_of
-from .samples import Found
+from .samples import Finding
 
 Place = tuple[int, int]  # a step, and which of its outputs
 _MANY = 1024  # elements by which a dependence shows, in whatever function
@@ -114,7 +114,7 @@ def _noise(like: Tensor | Noise, random: torch.Generator, make: Callable[..., Te
 
 
 def _exchanged(x: Tensor, random: torch.Generator) -> Tensor:
-    """The same numbers elsewhere, so that indices stay valid; masks are made anew."""
+    """A permutation of the numbers, so that indices stay valid; masks are drawn anew."""
     if x.dtype == torch.bool:
         return (torch.rand(x.shape, generator=random) < 0.5).to(x.device)
     order = torch.randperm(x.numel(), generator=random)
@@ -134,39 +134,39 @@ class Replay:
     batch: int
     choices: Callable[[Shape], Sequence[Layout]]  # the layouts that fit a shape
 
-    def found(self, place: Place) -> Found:
+    def locate(self, place: Place) -> Finding:
         """Where the samples lie in the result of a function of data and weights, and whether they have met."""
         pattern = self._pattern(place)
         if pattern is None:
-            return Found()
+            return Finding()
         if not self.choices(tuple(pattern.shape)):  # a mean over samples, say
-            return self._found_in_data(place) or self._found_without_batch(place)
+            return self._met_in_data(place) or self._without_batch(place)
         if fitting := self._fitting(pattern):
-            return Found(fitting[0]) if len(fitting) == 1 else Found()
+            return Finding(fitting[0]) if len(fitting) == 1 else Finding()
         alone = [self._pattern(place, only=number) for number in range(len(self.sources))]
         if len(alone) > 1 and all(one is None or self._fitting(one) for one in alone):
-            return Found()  # each input keeps samples apart: some is a table that is as long as the batch
+            return Finding()  # each input keeps samples apart: some is a table that is as long as the batch
         meet = self._depends_on_several(pattern)
-        return Found(None if meet else self._decoded(pattern), self._culprits(place), meet)
+        return Finding(None if meet else self._decoded(pattern), self._culprits(place), meet)
 
-    def _found_in_data(self, place: Place) -> Found | None:
+    def _met_in_data(self, place: Place) -> Finding | None:
         """Have samples met in the data that went into a result which has no batch?"""
         steps, last = self.steps, place[0]
         makers = {number: (i, k) for i, step in enumerate(steps[:last]) for k, number in enumerate(step.numbers)}
         given = [makers[number] for number in steps[last].uses() if number in makers]
         for made, pattern in self._patterns([*given, place]).items():
             if made != place and self._depends_on_several(pattern):
-                return Found(None, self._culprits(made), meet=True)
+                return Finding(None, self._culprits(made), meet=True)
         return None
 
-    def _found_without_batch(self, place: Place) -> Found:
+    def _without_batch(self, place: Place) -> Finding:
         """What the first input, whose samples are certain, has to do with a result that has no batch."""
         pattern = self._pattern(place, only=0)
         if pattern is None:
-            return Found()
+            return Finding()
         layout = None if self._depends_on_several(pattern) else self._decoded(pattern)
         is_of_one = layout is not None and len(labels(layout, tuple(pattern.shape)).unique()) == 1
-        return Found() if is_of_one else Found(layout, name_of(self.steps[place[0]].func))
+        return Finding() if is_of_one else Finding(layout, name_of(self.steps[place[0]].func))
 
     def _culprits(self, place: Place) -> str:
         """Of the functions that lead to a result, the first in which samples meet, and the first that moves them."""
@@ -185,12 +185,12 @@ class Replay:
         if any(step.changes for step in before):
             return list(range(last + 1))
         makers = {number: i for i, step in enumerate(before) for number in step.numbers if number is not None}
-        found, stack = {last}, [last]
+        steps, stack = {last}, [last]
         while stack:
-            new = {makers[number] for number in self.steps[stack.pop()].uses() if number in makers} - found
-            found |= new
+            new = {makers[number] for number in self.steps[stack.pop()].uses() if number in makers} - steps
+            steps |= new
             stack += new
-        return sorted(found)
+        return sorted(steps)
 
     def _pattern(self, place: Place, only: int | None = None) -> Tensor | None:
         """The pattern of one output, or None if it shows no dependence."""
@@ -203,9 +203,9 @@ class Replay:
         """
         numbers = all(s.tensor.is_floating_point() or s.tensor.is_complex() for s in self.sources)
         for kinds, indices in _WAYS:
-            found = {} if numbers and not indices else self._drawn(places, kinds, indices, only)
-            if found and bool(found[places[-1]].any()):
-                return found
+            patterns = {} if numbers and not indices else self._drawn(places, kinds, indices, only)
+            if patterns and bool(patterns[places[-1]].any()):
+                return patterns
         return {}
 
     def _drawn(
@@ -215,19 +215,19 @@ class Replay:
 
         One draw is enough for large patterns, or for the one wanted if no layout fits it.
         """
-        found: dict[Place, Tensor] = {}
+        patterns: dict[Place, Tensor] = {}
         for seed, kind in enumerate(kinds):
             try:
                 drawn = self._draw(places, kind, indices, seed, only)
             except Unfit:
                 continue
-            if any(drawn[place].shape != pattern.shape for place, pattern in found.items()):
+            if any(drawn[place].shape != pattern.shape for place, pattern in patterns.items()):
                 return {}
-            found = {place: pattern | found.get(place, 0) for place, pattern in drawn.items()}
-            large = all(pattern.numel() > _MANY for pattern in found.values())
-            if large or (len(places) == 1 and not self._fitting(found[places[0]])):
+            patterns = {place: pattern | patterns.get(place, 0) for place, pattern in drawn.items()}
+            large = all(pattern.numel() > _MANY for pattern in patterns.values())
+            if large or (len(places) == 1 and not self._fitting(patterns[places[0]])):
                 break
-        return found
+        return patterns
 
     def _draw(
         self, places: Sequence[Place], kind: str, indices: bool, seed: int, only: int | None
@@ -238,7 +238,7 @@ class Replay:
         values = [source.values(kind, indices, random) for source in self.sources]
         n, codes = _codes(self.batch)
         once = self._run([base for base, _ in values], order, places)
-        found = {place: torch.zeros(t.shape, dtype=torch.int32, device=t.device) for place, t in once.items()}
+        patterns = {place: torch.zeros(t.shape, dtype=torch.int32, device=t.device) for place, t in once.items()}
         for k in range(-1, n):
             inputs = []
             for number, (source, (base, other)) in enumerate(zip(self.sources, values, strict=True)):
@@ -246,29 +246,29 @@ class Replay:
                 varies = k >= 0 and source.varies and only in (None, number)
                 inputs.append(torch.where(changed, other, base) if varies else base)
             again = self._run(inputs, order, places)
-            for place, pattern in found.items():
+            for place, pattern in patterns.items():
                 differs = _differs(once[place], again[place])
                 if k < 0 and bool(differs.any()):
                     raise Unfit  # equal data give other outputs
                 pattern |= differs.int() << max(k, 0)
-        return found
+        return patterns
 
     def _run(self, inputs: Sequence[Tensor], order: Sequence[int], wanted: Collection[Place]) -> dict[Place, Tensor]:
         """The wanted outputs of all steps in order, each of which gets the same random numbers in every run."""
         values = {number: x.clone() for number, x in enumerate(inputs)}
         last = {number: i for i in order for number in self.steps[i].uses()}
-        random, found = torch.Generator("cpu").manual_seed(1), {}
+        random, results = torch.Generator("cpu").manual_seed(1), {}
         devices = list({x.device for x in inputs if x.device.type == "cuda"})
         with torch.random.fork_rng(devices=devices), torch.no_grad():
             torch.manual_seed(0)
             for i in order:
                 outputs = self.steps[i].run(values, random)
-                found.update({(i, k): t.clone() for k, t in enumerate(outputs) if (i, k) in wanted})
+                results.update({(i, k): t.clone() for k, t in enumerate(outputs) if (i, k) in wanted})
                 made = zip(self.steps[i].numbers, outputs, strict=True)
                 values.update({number: t for number, t in made if number is not None})
                 for number in [number for number in values if last.get(number, -1) <= i]:
                     del values[number]
-        return found
+        return results
 
     def _depends_on_several(self, pattern: Tensor) -> bool:
         """Does any element depend on more than one sample?"""

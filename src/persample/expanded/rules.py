@@ -95,7 +95,7 @@ _ENGINE_KNOWS: set[type] = set()
 
 
 def _as_function(rule: type[Rule]) -> type[torch.autograd.Function]:
-    """The same rule in the form of an ``autograd.Function``."""
+    """A rule in the form of an ``autograd.Function``."""
     names = list(inspect.signature(rule.forward).parameters)[1:]
 
     def forward(ctx: Any, kwarg_names: Sequence[str], func: Callable[..., Any], *values: Any) -> Any:
@@ -113,12 +113,12 @@ def _as_function(rule: type[Rule]) -> type[torch.autograd.Function]:
         if len(returned) > max(len(names), len(places)) or any(places[i] >= len(returned) for i in weights):
             raise RuntimeError(f"{rule.__name__}.backward returned {len(returned)} values for arguments {names}")
         returned += [None] * (max(places, default=0) + 1 - len(returned))
-        found = [None if place < 0 else returned[place] for place in places]
-        for i, value in enumerate(found):
+        gradients = [None if place < 0 else returned[place] for place in places]
+        for i, value in enumerate(gradients):
             if i in weights or isinstance(value, Factor):
-                found[i] = None
+                gradients[i] = None
                 _take(rule, value, weights.get(i), ctx.needs_input_grad[i + 2])
-        return None, None, *found
+        return None, None, *gradients
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     return type(rule.__name__, (torch.autograd.Function,), methods)
@@ -164,11 +164,11 @@ def _factor(use: Use) -> Factor | None:
     places = {k: leaf for k, _ in site.outputs if (leaf := _weight_leaf(below[k][0])) is not None}
     if use.k not in places:
         return None
-    found, dim = _batch_dim(use.layouts, site.shapes), site.node._persample_dim  # type: ignore[attr-defined]
-    if found is None or found[1] != (dim,):
+    batch, dim = _batch_dim(use.layouts, site.shapes), site.node._persample_dim  # type: ignore[attr-defined]
+    if batch is None or batch[1] != (dim,):
         raise RuntimeError(
             f"the rule {site.name} reads dim {dim} of its results as the batch, but of shapes {list(site.shapes)} the "
-            f"samples lie in dims {found and found[1]}"
+            f"samples lie in dims {batch and batch[1]}"
         )
     if "given" not in site.memo:
         with contributions(list(places.values())) as given:

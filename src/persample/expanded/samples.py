@@ -40,7 +40,7 @@ class Contradiction(Exception):
         self.op, self.unproven = op, unproven
 
 
-class Found(NamedTuple):
+class Finding(NamedTuple):
     """What is known of one result inside of a call.
 
     A layout alone: its samples lie so. With ``op``: because that function put them elsewhere than in a dim of their
@@ -62,7 +62,7 @@ class Samples:
     inputs: Sequence[Tensor] = ()  # of the call, those with a batch
     packed: PackedSequence | None = None  # the call's one packed input, if it has one
     notes: Notes | None = None  # of what was done to the inputs, until they have been looked at
-    evidence: dict[NodeSlot, Found] = field(default_factory=dict)
+    evidence: dict[NodeSlot, Finding] = field(default_factory=dict)
     weights: set[NodeSlot] = field(default_factory=set)  # results that were computed from weights alone
     tables: Sequence[NodeSlot] = ()  # computed from weights, and from constants to which no input has contributed
 
@@ -73,7 +73,7 @@ class Samples:
     def tell(self, tensor: Tensor, layout: Layout) -> None:
         """The samples of this tensor lie so."""
         if tensor.requires_grad:
-            self.evidence[slot_of(tensor)] = Found(layout)
+            self.evidence[slot_of(tensor)] = Finding(layout)
 
     def tell_dim(self, tensor: Tensor, dim: int) -> None:
         """The samples of this tensor lie in one dim, if it has the size of the batch."""
@@ -90,15 +90,16 @@ class Samples:
     def learn(self, graph: CallGraph) -> None:
         """Look at the data of the call, once; raises if samples have met in any that this ``graph`` has used."""
         if self.notes is not None:
-            for slot, f in self.notes.found(self.choices, self.evidence).items():
+            for slot, finding in self.notes.evidence(self.choices, self.evidence).items():
                 told = self.place(slot)
-                agrees = told is not None and f.layout is not None and join(told, f.layout, shape_of(slot)) is not None
-                if f != Found() and not agrees:
-                    self.evidence[slot] = f
+                shown = finding.layout
+                agrees = told is not None and shown is not None and join(told, shown, shape_of(slot)) is not None
+                if finding != Finding() and not agrees:
+                    self.evidence[slot] = finding
             self.tables, self.notes = self.notes.origins.tables(), None
             if all(self.place(slot) is None for slot in self.evidence):  # a function may hide others
                 self._look_inside(graph)
-        if ops := [f.op for slot, f in self.evidence.items() if f.meet and f.op and graph.holds(slot)]:
+        if ops := [op for slot, (_, op, meet) in self.evidence.items() if meet and op and graph.holds(slot)]:
             raise interaction(ops)
 
     def _look_inside(self, graph: CallGraph) -> None:
@@ -107,12 +108,12 @@ class Samples:
             layout = self.of_input(x)
             there = None if layout is None else carry(layout, tuple(x.shape), shape_of(slot), kept)
             if there is not None:
-                self.evidence.setdefault(slot, Found(there))
+                self.evidence.setdefault(slot, Finding(there))
 
     def place(self, slot: NodeSlot) -> Layout | None:
         """Where the samples of this tensor lie, if that is known and no function has moved them."""
-        found = self.evidence.get(slot, Found())
-        return None if found.op else found.layout
+        known = self.evidence.get(slot, Finding())
+        return None if known.op else known.layout
 
     def known(self) -> dict[NodeSlot, Layout]:
         """The evidence, as far as it decides how a guess is judged."""

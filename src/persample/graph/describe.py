@@ -97,7 +97,7 @@ def _uses(capture: Capture) -> Iterator[Handling]:
         layout = "shared by all samples"
         if site.index not in samples.batched:
             layouts = samples.layouts(site.index)
-            shown = next(nr for nr, lay in enumerate(layouts) if lay is not None)
+            shown = next(nr for nr, one in enumerate(layouts) if one is not None)
             layout = in_words(layouts[shown], site.shapes[shown])
         slot = site.edges[k]
         assert slot is not None

@@ -119,9 +119,9 @@ def planned(
     *,
     independent: bool = False,
 ) -> tuple[CapturePlan, list[str], list[Node]]:
-    """What to do with this graph, the ops in which samples meet, and those of which nobody can tell.
+    """What to do with this graph, the ops in which samples meet, and the nodes of which nobody can tell.
 
-    If they are to be ``independent``, all between data and losses is looked at, whatever parameters it leads to.
+    If samples are to be ``independent``, all between data and losses is looked at, whatever parameters it leads to.
     """
     tensors, graph = list(params.values()), graph or roots.read()
     terms: Hashable = check.terms if check else None
@@ -132,14 +132,7 @@ def planned(
         check_reached(made.tape, params)
         return made, [], []
     with noting() as notes:
-        made = plan(roots, tensors, ordinary, graph=graph)
-        check_reached(made.tape, params)
-        _refuse_module_hooks(made)
-        whole, everywhere = _looked_at(roots, made) if independent else (made.tape, made.samples)
-        meeting = interactions(whole, everywhere, thoroughly=independent)
-        unseen = _unseen(whole) if independent else []
-        if not meeting:
-            bundle_up(made)
+        made, meeting, unseen = _planned_anew(roots, params, ordinary, graph, independent)
     if check is not None and not meeting:
         check.test(made)
     if key is not None and not meeting and not unseen:
@@ -147,7 +140,22 @@ def planned(
     return made, meeting, unseen
 
 
-def _looked_at(roots: Roots, made: CapturePlan) -> tuple[Tape, SampleMap]:
+def _planned_anew(
+    roots: Roots, params: Mapping[str, Tensor], ordinary: Sequence[NodeSlot], graph: Graph, independent: bool
+) -> tuple[CapturePlan, list[str], list[Node]]:
+    """`planned`, for a graph of which no plan is remembered."""
+    made = plan(roots, list(params.values()), ordinary, graph=graph)
+    check_reached(made.tape, params)
+    _refuse_module_hooks(made)
+    tape, samples = _everything_below(roots, made) if independent else (made.tape, made.samples)
+    meeting = interactions(tape, samples, thoroughly=independent)
+    if not meeting:
+        bundle_up(made)
+    return made, meeting, _unseen(tape) if independent else []
+
+
+def _everything_below(roots: Roots, made: CapturePlan) -> tuple[Tape, SampleMap]:
+    """`whole_graph`, with words for a graph of which a part cannot be read."""
     try:
         return whole_graph(roots, made)
     except RuntimeError as error:
@@ -167,17 +175,17 @@ def whole_graph(roots: Roots, made: CapturePlan) -> tuple[Tape, SampleMap]:
     leaves = made.tape.graph.leaves
     tape = roots.tape(leaves.values(), made.tape.graph)
     tape.data = {n for n in made.tape.others if not isinstance(leaves[n], torch.nn.Parameter)}
-    there = assign(tape, roots)
-    apart = _leaves_by_sample(tape, there)
-    if len(apart) < len(tape.data):
-        tape.data, tape.maybe_data = apart, set(tape.data) - apart
+    samples = assign(tape, roots)
+    data = _leaves_by_sample(tape, samples)
+    if len(data) < len(tape.data):
+        tape.data, tape.maybe_data = data, set(tape.data) - data
         tape.weights.clear()
-        there = assign(tape, roots)
-    return tape, there
+        samples = assign(tape, roots)
+    return tape, samples
 
 
 def _leaves_by_sample(tape: Tape, samples: SampleMap) -> set[int]:
-    """Leaves that may be data, and of which an op uses the samples apart: these are."""
+    """Of the leaves that may be data, those that are: an op uses their rows sample by sample."""
     leaves = set()
     for (node, k), flow in samples.flows.items():
         slot = tape.edges[node][k]
@@ -197,7 +205,7 @@ def capture(
 
 
 def _one_sample(roots: Roots, params: Mapping[str, Tensor], sink: Sink, retain_graph: bool) -> None:
-    """One sample: an ordinary backward, on a graph that was looked at all the same."""
+    """One sample needs only an ordinary backward; the graph is read all the same, to refuse hidden parameters."""
     check_reached(roots.tape(params.values()), params)
     grads = roots.backward([slot_of(p) for p in params.values()], retain_graph=retain_graph)
     for name, g in zip(params, grads, strict=True):

@@ -148,7 +148,7 @@ def broadcast_dims(shape: Shape, target: Shape) -> tuple[int | None, ...]:
 
 
 def reshape(layout: Layout, shape: Shape, to_shape: Shape) -> Layout:
-    """The same elements in the same row-major order under another shape."""
+    """Follow the samples through a reshape, which keeps the elements and their row-major order."""
     if isinstance(layout, Block) or shape == to_shape:
         return layout
     full = _expand_groups(layout.index, shape, to_shape)

@@ -86,12 +86,12 @@ class SampleRows:
 @lru_cache(maxsize=65536)
 def _even_rows(layout: Block, shape: Shape, row_dims: int) -> tuple[int, int] | None:
     """(a, b) where the rows are a rounds of B runs of b rows, one run per sample; None if that is not their order."""
-    rest = prod(shape[row_dims:])
-    if any(d >= row_dims for d in sample_dims(layout, shape)) or not rest or layout.inner % rest:
+    width = prod(shape[row_dims:])
+    if any(d >= row_dims for d in sample_dims(layout, shape)) or not width or layout.inner % width:
         return None
-    inner = layout.inner // rest
-    rounds, odd = divmod(prod(shape[:row_dims]), inner * layout.batch)
-    return None if odd else (rounds, inner)
+    inner = layout.inner // width
+    rounds, remainder = divmod(prod(shape[:row_dims]), inner * layout.batch)
+    return None if remainder else (rounds, inner)
 
 
 def _row_sizes(layout: Layout, shape: Shape, row_dims: int) -> list[int]:
@@ -136,7 +136,10 @@ def _route(layout: Block, shape: Shape, target: Shape) -> tuple[int | None, Shap
 
 
 def _sum_labelled(t: Tensor, layout: Layout, reduced: Sequence[int], varying: Sequence[int], target: Shape) -> Tensor:
-    """As above with an explicit sample per row; rows are told apart by sample and by their place in dims that stay."""
+    """`sum_per_sample` by an explicit sample for every row.
+
+    Rows are told apart by their sample and by their place in the dims that stay.
+    """
     shape = tuple(t.shape)
     others = [d for d in reduced if d not in varying]
     part = t.sum(others, keepdim=True) if others else t
@@ -148,9 +151,9 @@ def _sum_labelled(t: Tensor, layout: Layout, reduced: Sequence[int], varying: Se
     for d in staying:
         along = torch.arange(shape[d], device="cpu").reshape([-1 if e == d else 1 for e in range(len(shape))])
         place = place * shape[d] + along
-    mark = labels(layout, shape)
-    mark = torch.where(mark < 0, mark, mark * places + place)
-    index = mark.permute([*varying, *rest]).reshape(-1)
+    sample_index = labels(layout, shape)
+    sample_index = torch.where(sample_index < 0, sample_index, sample_index * places + place)
+    index = sample_index.permute([*varying, *rest]).reshape(-1)
     summed = SampleRows.labelled(layout.batch * places, index).sum(rows)
     sizes = [shape[d] for d in staying] + [part.shape[d] for d in rest]
     order = [0, *[(staying + rest).index(d) + 1 for d in range(len(shape)) if d in staying or d in rest]]

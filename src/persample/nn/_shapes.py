@@ -190,12 +190,12 @@ class Caller:
 
     def _per_dim(self, name: str, value: Padding, least: int) -> tuple[int, ...]:
         """One number per spatial dim; one alone, also in a sequence, stands for all of them."""
-        found = self._whole(name, value if isinstance(value, Iterable) else (value,))
-        if len(found) not in (1, self.dims):
-            raise self._wrong(f"{name} must be a number or {self.dims} numbers, got {len(found)}: {found}")
-        if min(found) < least:
+        numbers = self._whole(name, value if isinstance(value, Iterable) else (value,))
+        if len(numbers) not in (1, self.dims):
+            raise self._wrong(f"{name} must be a number or {self.dims} numbers, got {len(numbers)}: {numbers}")
+        if min(numbers) < least:
             raise self._wrong(f"{name} must be {least} or more, got {value!r}")
-        return found * self.dims if len(found) == 1 else found
+        return numbers * self.dims if len(numbers) == 1 else numbers
 
     def _whole(self, name: str, value: Iterable[object]) -> tuple[int, ...]:
         """These as ints; sizes that a compiler traces stay symbols."""

@@ -51,8 +51,8 @@ class Bundle:
     def is_alike(self, tape: Tape) -> bool:
         """Are all saved tensors of one kind, which is that of the cotangents?"""
         kinds = {
-            (about.dtype, about.device, *[None if t is None else (t.dtype, t.device, t.shape) for t in one.values()])
-            for one, (about, *_) in zip(self.saved, [metadata(tape.node(n)) for n in self.nodes], strict=True)
+            (meta.dtype, meta.device, *[None if t is None else (t.dtype, t.device, t.shape) for t in one.values()])
+            for one, (meta, *_) in zip(self.saved, [metadata(tape.node(n)) for n in self.nodes], strict=True)
         }
         first = kinds.pop()
         return (
@@ -124,8 +124,8 @@ def _kind(plan: CapturePlan, use: Bundle) -> Hashable:
             return None
         ways.append((k, len(views), tape.shapes(leaf), metadata(tape.node(leaf))[0].dtype))
     below = tape.edges[number][0]
-    given = None if below is None else tape.shape(below)  # the input's, if it was computed from parameters
-    return op, shapes, given, layout, tuple(ways), tuple([read(node, o) for o in options if has(node, o)])
+    input_shape = None if below is None else tape.shape(below)  # known if the input was computed from parameters
+    return op, shapes, input_shape, layout, tuple(ways), tuple([read(node, o) for o in options if has(node, o)])
 
 
 def _only_way(plan: CapturePlan, number: int, k: int) -> Iterator[int]:

@@ -54,7 +54,7 @@ class Capture:
         self.plan, self.tape, self.samples, self.roots = plan, plan.tape, plan.samples, roots
         self.sink = sink
         self.ordinary = ordinary  # where ordinary gradients are wanted
-        self.gradients: tuple[Tensor | None, ...] = (None,) * len(ordinary)  # what was found there
+        self.gradients: tuple[Tensor | None, ...] = (None,) * len(ordinary)  # and those gradients
         self.names: dict[int, list[str]] = {}  # of a parameter, by the id of its tensor
         for name, p in params.items():
             self.names.setdefault(id(p), []).append(name)
@@ -63,7 +63,7 @@ class Capture:
         self.held: list[int] = []  # complete, but to be pulled back when the engine is done
         self.pending = {use.nodes[0]: use for use in plan.uses if len(use.nodes) == 1}  # no cotangents have come yet
         self.slow: dict[tuple[str, str], str] = {}  # op and parameter -> what to warn of
-        self.slow_below: dict[tuple[str, str], str] = {}  # the same, for ops that are given B cotangents
+        self.slow_below: dict[tuple[str, str], str] = {}  # what to warn of for ops that are given B cotangents
         self.record: list[tuple[Site, int, str]] = []  # which use was handled how
         self.watched: list[tuple[ref[Tensor], int]] = []  # tensors that factors are made of, and their versions
 
@@ -110,7 +110,7 @@ class Capture:
         self.watched += [(ref(t), saved.version(t)) for t in tensors]
 
     def _check_unchanged(self) -> None:
-        """Factors are made of cotangents and saved tensors, which others may change in place when their turn comes."""
+        """Factors are made of cotangents and saved tensors, which hooks and custom Functions may change in place."""
         for reference, version in self.watched:
             t = reference()
             if t is not None and saved.version(t) != version:

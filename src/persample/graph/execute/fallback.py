@@ -21,8 +21,9 @@ from ..read.site import Site
 
 def one_hot_cotangents(g: Tensor, layout: Layout) -> Iterable[Tensor]:
     """For every sample, ``g`` with all other samples' elements set to zero."""
-    mark = labels(layout, tuple(g.shape), g.device)
-    return (torch.where(mark == i, g, torch.zeros((), dtype=g.dtype, device=g.device)) for i in range(layout.batch))
+    sample_index = labels(layout, tuple(g.shape), g.device)
+    zero = torch.zeros((), dtype=g.dtype, device=g.device)
+    return (torch.where(sample_index == i, g, zero) for i in range(layout.batch))
 
 
 def push_masked(
@@ -34,8 +35,8 @@ def push_masked(
 ) -> dict[int, Tensor]:
     """(B, *target) for every wanted output of a separable node."""
     per_cotangent = [
-        iter(one_hot_cotangents(g, lay)) if g is not None and lay is not None else None
-        for g, lay in zip(cotangents, layouts, strict=True)
+        iter(one_hot_cotangents(g, layout)) if g is not None and layout is not None else None
+        for g, layout in zip(cotangents, layouts, strict=True)
     ]
     rows = ([None if rows_of_one is None else next(rows_of_one) for rows_of_one in per_cotangent] for _ in range(batch))
     return _loop(site, rows, batch, wanted)
@@ -57,9 +58,9 @@ def push_stacked(site: Site, stacks: Sequence[Tensor | None], batch: int, wanted
 def _vmapped(site: Site, stacks: Sequence[Tensor | None], wanted: Sequence[int]) -> dict[int, Tensor]:
     live = [materialized(s) for s in stacks if s is not None]
 
-    def one(*given: Tensor) -> tuple[Tensor, ...]:
-        rest = iter(given)
-        outputs = call(site.node, [None if s is None else next(rest) for s in stacks], site.edges)
+    def one(*cotangents: Tensor) -> tuple[Tensor, ...]:
+        remaining = iter(cotangents)
+        outputs = call(site.node, [None if s is None else next(remaining) for s in stacks], site.edges)
         return tuple(_finish(site, k, outputs[k]) for k in wanted)
 
     results: list[tuple[Tensor, ...]] = []
@@ -71,8 +72,10 @@ def _vmapped(site: Site, stacks: Sequence[Tensor | None], wanted: Sequence[int])
 
 
 def _loop(site: Site, rows: Iterable[Sequence[Tensor | None]], batch: int, wanted: Sequence[int]) -> dict[int, Tensor]:
-    about = {k: site.metadata(k) for k in wanted}
-    results = {k: torch.empty((batch, *meta.shape), dtype=meta.dtype, device=meta.device) for k, meta in about.items()}
+    results = {}
+    for k in wanted:
+        meta = site.metadata(k)
+        results[k] = torch.empty((batch, *meta.shape), dtype=meta.dtype, device=meta.device)
     place = iter(range(batch))
 
     def take(outputs: Sequence[Tensor | None]) -> None:
@@ -92,7 +95,7 @@ def _finish(site: Site, k: int, value: Tensor | None) -> Tensor:
 
 
 def sum_by_probe(use: Use) -> Factor | None:
-    """A linear node without a rule, its output not yet summed over broadcast dims: ask whose its elements are."""
+    """A linear node without a rule, its output not yet summed over broadcast dims: probe whose its elements are."""
     site, k = use.site, use.k
     value = call(site.node, use.cotangents, site.edges)[k]
     if value is None or value.is_sparse or tuple(value.shape) == use.target:

@@ -40,9 +40,9 @@ class CapturePlan:
     def without_tensors(self) -> CapturePlan:
         """What there is to remember: numbers and shapes, and layouts only where factors are made."""
         used = {node for bundle in self.uses for node in bundle.nodes}
-        asked = used | {node for node, _ in self.requested}
+        reached = used | {node for node, _ in self.requested}
         samples = self.samples
-        cotangents = {slot: state for slot, state in samples.cotangents.items() if slot[0] in asked}
+        cotangents = {slot: state for slot, state in samples.cotangents.items() if slot[0] in reached}
         flows = {use: state for use, state in samples.flows.items() if use[0] in used}
         graph = self.tape.graph
         bare = Graph([], [], dict.fromkeys(graph.leaves), {}, graph.starts, None, graph.shapes)  # type: ignore[arg-type]
@@ -85,23 +85,17 @@ def _choose(plan: CapturePlan, onward: Collection[int]) -> None:
     for node in reversed(tape.order):
         if node in batched:
             continue
-        going_on, crossing = node in onward, []
-        for k, slot in enumerate(tape.edges[node]):
-            if slot is not None:
-                going_on = going_on or slot[0] in passed
-                if slot[0] in batched and flows.get((node, k)) is not None:
-                    crossing.append(k)
-        states = [cotangents.get((node, nr)) for nr in range(len(tape.shapes(node)))]
-        reached = any(
-            state is not None for state in states
-        )  # else zeros flow here, and the engine walks on all the same
-        if reached and tape.is_leaf(node):
+        outputs = [(k, slot[0]) for k, slot in enumerate(tape.edges[node]) if slot is not None]
+        going_on = node in onward or any(child in passed for _, child in outputs)
+        crossing = [k for k, child in outputs if child in batched and flows.get((node, k)) is not None]
+        live = [(node, nr) for nr in range(len(tape.shapes(node))) if cotangents.get((node, nr)) is not None]
+        # Where no cotangent is live, zeros flow, and the engine walks on all the same.
+        if live and tape.is_leaf(node):
             plan.requested.append((node, 0))
             passed.add(node)
-        elif reached and crossing:
+        elif live and crossing:
             plan.uses.append(Bundle((node,), tuple(crossing), passed=going_on))
-            if not going_on:
-                plan.requested += [(node, nr) for nr, state in enumerate(states) if state is not None]
+            plan.requested += [] if going_on else live
             passed.add(node)
         elif going_on:
             passed.add(node)

@@ -23,13 +23,12 @@ def pull(site: Site, factors: Sequence[Factor | None], batch: int) -> tuple[dict
     """The factors of a node's inputs from those of its outputs, and whether samples went through one at a time."""
     wanted = [k for k, _ in site.outputs]
     if passes_on(site.node):
-        given = {k: factors[passed_from(site.node, k)] for k in wanted}
-        return {k: factor for k, factor in given.items() if factor is not None}, False
+        passed = {k: factors[passed_from(site.node, k)] for k in wanted}
+        return {k: factor for k, factor in passed.items() if factor is not None}, False
     first = factors[0]
-    if first is not None and wanted == [0]:
-        found = lifted(site, first)
-        if found is not None:
-            return {0: found}, False
+    lifted_factor = lifted(site, first) if first is not None and wanted == [0] else None
+    if lifted_factor is not None:
+        return {0: lifted_factor}, False
     stacks = [None if f is None else f.stack() for f in factors]
     if site.op.pull is not None and stacks[0] is not None and len(stacks) == 1:
         return {k: factor for k, factor in site.op.pull(site, stacks[0]).items() if k in wanted}, False

@@ -34,29 +34,29 @@ class Gathering:
     def __init__(self, nodes: Sequence[Node], watch: Watch) -> None:
         self._nodes, self._watch = nodes, watch
         self._copying = not watch.quiet
-        self._came: dict[int, tuple[Tensor, int]] = {}  # with their versions
+        self._arrived: dict[int, tuple[Tensor, int]] = {}  # cotangents, with their versions when they came
         self._copies: dict[int, Tensor] = {}
 
     def hook(self) -> list[RemovableHandle]:
-        """Take what comes by."""
+        """Keep the cotangent of every node when the engine comes to it; the handles remove the hooks."""
         return [node.register_prehook(partial(self._arrive, i)) for i, node in enumerate(self._nodes)]
 
     def _arrive(self, place: int, grads: Sequence[Tensor | None]) -> None:
         g = grads[0]
         if g is not None:
-            self._came[place] = g, version(g)
+            self._arrived[place] = g, version(g)
             if self._copying:
                 self._copies[place] = g.clone()
 
     def end(self) -> dict[int, Tensor]:
-        """All that have come, in the order of their places."""
-        changed = [g for g, before in self._came.values() if version(g) != before]
+        """The cotangents that the engine brought, in the order of their places."""
+        changed = [g for g, before in self._arrived.values() if version(g) != before]
         if self._copying:
             self._watch.quiet = not changed
         elif changed:
             raise changed_in_place(changed[0])
-        found = self._copies if self._copying else {place: g for place, (g, _) in self._came.items()}
-        return dict(sorted(found.items()))
+        kept = self._copies if self._copying else {place: g for place, (g, _) in self._arrived.items()}
+        return dict(sorted(kept.items()))
 
 
 def changed_in_place(t: Tensor) -> UnsupportedError:

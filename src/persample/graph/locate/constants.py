@@ -99,16 +99,16 @@ def below_product(tape: Tape, sites: Sites, site: Site, k: int, batch: int, size
     alignment.enter(site, k)
     slot = site.edges[k]
     assert slot is not None
-    below, found = tape.below(slot[0]), Below.WEIGHTS
+    below, overall = tape.below(slot[0]), Below.WEIGHTS
     for node in below:
         if not tape.is_leaf(node):
             if computes_with_data(tape, node):
                 origin = Below.SAMPLES if is_opaque(tape.node(node)) else alignment.origin(node, batch)
                 if origin is Below.SAMPLES:
                     return origin
-                found = origin if origin is Below.ALIGNED else found
+                overall = origin if origin is Below.ALIGNED else overall
             alignment.descend(node)
-    return found if set(below).isdisjoint(tape.data) else Below.SAMPLES
+    return overall if set(below).isdisjoint(tape.data) else Below.SAMPLES
 
 
 def _places(shape: Shape, dims: Sequence[int]) -> Layout | None:
@@ -119,7 +119,7 @@ def _places(shape: Shape, dims: Sequence[int]) -> Layout | None:
 
 
 def _with_dims(places: Layout | None, shape: Shape, dims: Collection[int]) -> Layout | None:
-    """The same with more dims."""
+    """A layout in which every place along these dims, too, is a sample of its own."""
     known = () if places is None else sample_dims(places, shape)
     return places if set(dims) <= set(known) else _places(shape, [*known, *dims])
 
@@ -163,16 +163,16 @@ def _matched(tape: Tape, site: Site, k: int) -> Iterator[int]:
     if is_opaque(site.node):
         return
     others = {at: slot for at, slot in enumerate(site.edges) if slot is not None and at != k}
-    mine = {at: tape.shape(slot) for at, slot in others.items() if not weights_only(tape, slot[0])}
+    shapes = {at: tape.shape(slot) for at, slot in others.items() if not weights_only(tape, slot[0])}
     if not others and site.op.pointwise:  # a mask, whose shape is not known: it has what the result has
-        mine = {k: site.shapes[0]}
+        shapes = {k: site.shapes[0]}
     product = site.op.product
     if product is not None and k in product.operands:
-        letters = "".join(product.operands.get(at, "") for at in mine)
+        letters = "".join(product.operands.get(at, "") for at in shapes)
         yield from (d for d, c in enumerate(product.operands[k]) if c in letters)
     elif site.op.pointwise:
-        yield from _broadcast_alike(site.target(k), list(mine.values()))
-    elif site.op.convolution and k == 1 and mine:
+        yield from _broadcast_alike(site.target(k), list(shapes.values()))
+    elif site.op.convolution and k == 1 and shapes:
         yield 1
 
 
@@ -206,8 +206,8 @@ def constant_dims(node: Node, shape: Shape) -> list[int]:
     """The dims of a result that constants may have brought along."""
     op = lookup(node)
     if op.product is not None:
-        given = [child for child, _ in node.next_functions]
-        constant = "".join(own for k, own in op.product.operands.items() if given[k] is None)
+        below = [child for child, _ in node.next_functions]
+        constant = "".join(own for k, own in op.product.operands.items() if below[k] is None)
         return [d for d, c in enumerate(op.product.result) if c in constant]
     if op.convolution:
         return [d for d in range(len(shape)) if d != 1]
@@ -239,7 +239,7 @@ def counts_positions(t: Tensor) -> bool:
     """Are these integers 0, 1, 2, … in steps of any size, or distances between such numbers (the same on diagonals)?"""
     if is_data(t) or not t.numel() or max(t.shape, default=0) < 3:  # two numbers always count
         return False
-    if bool((t == t.reshape(-1)[0]).all()):  # which says nothing
+    if bool((t == t.reshape(-1)[0]).all()):  # equal numbers do not show that they count
         return False
     if t.ndim == 1 or all(n == 1 for n in t.shape[:-1]):
         steps = t.reshape(-1).diff()
@@ -254,9 +254,9 @@ def is_data(t: Tensor) -> bool:
 
 
 def memory_of_rows(node: Node) -> set[int]:
-    """Where the constants of a node are kept."""
-    plain = [t for t in saved.constants(node) if t.ndim > 1 and is_data(t) and t.layout == torch.strided]
-    return {t.untyped_storage().data_ptr() for t in plain}
+    """The memory in which the constants of a node lie, of those that have rows."""
+    rows = [t for t in saved.constants(node) if t.ndim > 1 and is_data(t) and t.layout == torch.strided]
+    return {t.untyped_storage().data_ptr() for t in rows}
 
 
 def goes_by_sample(site: Site, layout: Layout) -> bool:

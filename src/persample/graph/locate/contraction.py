@@ -30,14 +30,14 @@ def read_contraction(site: Site, k: int, layout: Layout, g: Tensor | None = None
     other, name = (second, product.saved[1]) if k == first else (first, product.saved[0])
     matrix, target = site.tensor(name), site.target(k)
     passes = ((matrix if matrix.layout == torch.strided else matrix.to_dense()) != 0).to(torch.float64)
-    mark = labels(layout, site.shapes[0], passes.device)
+    sample_index = labels(layout, site.shapes[0], passes.device)
     if g is not None:
-        mark = torch.where(g != 0, mark, NOBODY)
-    varying = [d for d, n in enumerate(mark.shape) if n != 1]
+        sample_index = torch.where(g != 0, sample_index, NOBODY)
+    varying = [d for d, n in enumerate(sample_index.shape) if n != 1]
     here = "".join(letters[d] for d in varying)
-    mark = mark.reshape([mark.shape[d] for d in varying])
+    sample_index = sample_index.reshape([sample_index.shape[d] for d in varying])
     there = "".join(c for c in operands[k] if c in here or c in operands[other])
-    index = _common(mark, passes, f"{here},{operands[other]}->{there}", layout.batch)
+    index = _common(sample_index, passes, f"{here},{operands[other]}->{there}", layout.batch)
     if index is None:
         return Flow.MIXED
     if not bool((index != NOBODY).any()):
@@ -46,15 +46,15 @@ def read_contraction(site: Site, k: int, layout: Layout, g: Tensor | None = None
     return fit(index.reshape(sizes).expand(target).to("cpu"), target, layout.batch)
 
 
-def _common(mark: Tensor, passes: Tensor, equation: str, batch: int) -> Tensor | None:
+def _common(sample_index: Tensor, passes: Tensor, equation: str, batch: int) -> Tensor | None:
     """The one label among those that pass to each place, NOBODY where none does; None where they differ.
 
     Labels are all l if there are c of them, their sum is c l and the sum of their squares c l².
     """
     if passes.numel() * batch * batch >= _EXACT:
         return None
-    live = (mark != NOBODY).to(torch.float64)
-    label = mark.clamp(min=0).to(torch.float64)
+    live = (sample_index != NOBODY).to(torch.float64)
+    label = sample_index.clamp(min=0).to(torch.float64)
     count, total, squares = (torch.einsum(equation, live * label**power, passes) for power in range(3))
     index = (total / count.clamp(min=1)).round()
     if not (torch.equal(total, count * index) and torch.equal(squares, count * index * index)):

@@ -22,16 +22,16 @@ from .follow import SampleMap
 
 def misread(tape: Tape, samples: SampleMap) -> list[str]:
     """Ops whose rows of data are read by several samples, or by other ones than elsewhere."""
-    found, order = [], None
-    for site, mark, dims in _given_data(tape, samples):
-        if _is_shared(mark, site.shapes[0], dims, samples.batch):
-            found.append(site.name)
+    ops, order = [], None
+    for site, sample_index, dims in _given_data(tape, samples):
+        if _is_shared(sample_index, site.shapes[0], dims, samples.batch):
+            ops.append(site.name)
             continue
-        read = _one_each(mark, dims, samples.batch)
-        if read is not None:
-            found += [site.name] if order is not None and not torch.equal(read, order) else []
-            order = read if order is None else order
-    return found
+        readers = _one_each(sample_index, dims, samples.batch)
+        if readers is not None:
+            ops += [site.name] if order is not None and not torch.equal(readers, order) else []
+            order = readers if order is None else order
+    return ops
 
 
 def _given_data(tape: Tape, samples: SampleMap) -> Iterator[tuple[Site, Tensor, list[int]]]:
@@ -62,28 +62,28 @@ def _takes_data(samples: SampleMap, tape: Tape, node: int) -> bool:
     return op.mixed_dims is not None and tape.edges[node][0] is None
 
 
-def _is_shared(mark: Tensor, shape: Shape, dims: list[int], batch: int) -> bool:
+def _is_shared(sample_index: Tensor, shape: Shape, dims: list[int], batch: int) -> bool:
     """Does a row, of B or a multiple, belong to several samples?"""
-    if any(n > 1 and d not in dims for d, n in enumerate(mark.shape)):
+    if any(n > 1 and d not in dims for d, n in enumerate(sample_index.shape)):
         return True
-    return _is_cut(mark.expand([n if d in dims else 1 for d, n in enumerate(shape)]).reshape(-1), batch)
+    return _is_cut(sample_index.expand([n if d in dims else 1 for d, n in enumerate(shape)]).reshape(-1), batch)
 
 
 def _is_cut(row: Tensor, batch: int) -> bool:
     """Several rows for each sample, as many for all, but not in the same order for all of them."""
-    several, odd = divmod(len(row), batch)
-    whole = not odd and several > 1 and bool((row != NOBODY).all())
+    several, remainder = divmod(len(row), batch)
+    whole = not remainder and several > 1 and bool((row != NOBODY).all())
     if not whole or not bool((row.bincount(minlength=batch) == several).all()):
         return False
     places = row.argsort(stable=True).reshape(batch, several)
     return not bool((places - places[:, :1] == places[0] - places[0, 0]).all())
 
 
-def _one_each(mark: Tensor, dims: list[int], batch: int) -> Tensor | None:
+def _one_each(sample_index: Tensor, dims: list[int], batch: int) -> Tensor | None:
     """The sample of every row, if there is one row for each."""
-    varying = [d for d in dims if mark.shape[d] > 1]
-    if len(varying) != 1 or mark.shape[varying[0]] != batch:
+    varying = [d for d in dims if sample_index.shape[d] > 1]
+    if len(varying) != 1 or sample_index.shape[varying[0]] != batch:
         return None
-    row = mark.reshape(-1)
+    row = sample_index.reshape(-1)
     complete = bool((row != NOBODY).all()) and len(row.unique()) == batch
     return row if complete else None

@@ -23,7 +23,7 @@ from .contraction import read_contraction
 from .probe import probe_call, probe_node, probe_slots
 
 _MOST = 65536
-_OUTCOMES: dict[tuple[Op, Shape, Block, Shape], Block | Flow] = {}  # what was found for such an op before
+_OUTCOMES: dict[tuple[Op, Shape, Block, Shape], Block | Flow] = {}  # by shape alone, from earlier calls
 
 
 @dataclass(slots=True)
@@ -39,22 +39,22 @@ class SampleMap:
     cotangents: dict[Slot, Layout | Flow] = field(default_factory=dict)
     flows: dict[tuple[int, int], Outcome] = field(default_factory=dict)  # outputs of separable nodes
     batched: set[int] = field(default_factory=set)
-    probed: set[int] = field(default_factory=set)  # nodes whose data had to be asked
+    probed: set[int] = field(default_factory=set)  # nodes for which the data of this call decide
 
     def sizes(self) -> set[int]:
         """The numbers of rows in which samples of different lengths lie one after another."""
-        marks = [state.index for state in self.cotangents.values() if isinstance(state, Labels)]
-        ragged = [mark for mark in marks if mark.numel() == max(mark.shape, default=0) > 1]
-        return {mark.numel() for mark in ragged if bool((mark != NOBODY).all())}
+        indices = [state.index for state in self.cotangents.values() if isinstance(state, Labels)]
+        ragged = [index for index in indices if index.numel() == max(index.shape, default=0) > 1]
+        return {index.numel() for index in ragged if bool((index != NOBODY).all())}
 
     def layouts(self, node: int) -> list[Layout | None]:
         """The layouts of a separable node's cotangents."""
-        found = []
+        layouts = []
         for nr in range(len(self.sites[node].shapes)):
             state = self.cotangents.get((node, nr))
             assert not isinstance(state, Flow)
-            found.append(state)
-        return found
+            layouts.append(state)
+        return layouts
 
 
 def assign(tape: Tape, roots: Roots) -> SampleMap:
@@ -68,7 +68,7 @@ class _Assignment:
     def __init__(self, tape: Tape, roots: Roots) -> None:
         self.tape, self.roots = tape, roots
         self.samples = SampleMap(roots.batch, Sites(tape))
-        self.came: dict[int, list[Tensor | None]] = {}  # cotangents of this call, where nodes were asked with them
+        self.arrived: dict[int, list[Tensor | None]] = {}  # this call's cotangents of nodes, where these were needed
         self.final: dict[Slot, Outcome] = {}  # cotangents of which a real backward showed the whole sum
 
     def run(self) -> SampleMap:
@@ -103,12 +103,12 @@ class _Assignment:
             key = (op, shape, layout, self.tape.shape(slot))
             outcome = _OUTCOMES.get(key)
             if outcome is None:
-                found = self._by_rule(self.samples.sites[node], k, [layout])
-                if found is None or found is Flow.PROBE or isinstance(found, Labels):
+                new = self._by_rule(self.samples.sites[node], k, [layout])
+                if new is None or new is Flow.PROBE or isinstance(new, Labels):
                     return False
                 if len(_OUTCOMES) >= _MOST:
                     _OUTCOMES.clear()
-                outcome = _OUTCOMES[key] = found
+                outcome = _OUTCOMES[key] = new
             flows[node, k] = outcome
             if slot in cotangents or slot in self.final:
                 self._merge(slot, outcome)
@@ -118,7 +118,7 @@ class _Assignment:
 
     def _flow(self, site: Site, layouts: Sequence[Layout | None]) -> None:
         """Send the layouts of a separable node on to its outputs."""
-        asked: list[Outcome] = []
+        probed: list[Outcome] = []
         for k, slot in site.outputs:
             outcome: Outcome = None
             if not site.op.section and not is_opaque(site.node):
@@ -126,12 +126,12 @@ class _Assignment:
             if outcome is None:
                 outcome = self._by_rule(site, k, layouts)
             if outcome is Flow.PROBE:
-                outcome = self._by_data(site, k, slot, layouts, asked)
+                outcome = self._by_data(site, k, slot, layouts, probed)
             self.samples.flows[site.index, k] = outcome
             self._merge(slot, outcome)
 
     def _by_data(
-        self, site: Site, k: int, slot: Slot, layouts: Sequence[Layout | None], asked: list[Outcome]
+        self, site: Site, k: int, slot: Slot, layouts: Sequence[Layout | None], probed: list[Outcome]
     ) -> Outcome:
         """Sizes and dims did not decide: is it a weight, and if not, what do this call's numbers say?"""
         if site.is_weight(k) and not self._is_used_as_data(site, k):
@@ -140,11 +140,11 @@ class _Assignment:
             return self._by_product(site, k, layouts)
         self.samples.probed.add(site.index)
         if is_opaque(site.node) and not is_compiled(site.node):
-            return self._by_function(site, k, slot, layouts, asked)
-        if not asked:
-            asked += probe_node(site, layouts, self.samples.batch)
-        if asked[k] is not Flow.MIXED or self.compiled:
-            return asked[k]
+            return self._by_function(site, k, slot, layouts, probed)
+        if not probed:
+            probed += probe_node(site, layouts, self.samples.batch)
+        if probed[k] is not Flow.MIXED or self.compiled:
+            return probed[k]
         # Samples could meet here; do they in this call, or are they kept apart by zeros in the cotangent?
         return probe_call(site, self._cotangents(site), layouts, self.samples.batch)[k]
 
@@ -158,23 +158,23 @@ class _Assignment:
         outcome = probe_node(site, layouts, self.samples.batch)[k] if hidden else read_contraction(site, k, layout)
         if outcome is not Flow.MIXED or self.compiled:
             return outcome
-        given = self._cotangents(site)
+        cotangents = self._cotangents(site)
         if hidden:
-            outcome = probe_call(site, given, layouts, self.samples.batch)[k]
+            outcome = probe_call(site, cotangents, layouts, self.samples.batch)[k]
         else:
-            outcome = None if given[0] is None else read_contraction(site, k, layout, given[0])
+            outcome = None if cotangents[0] is None else read_contraction(site, k, layout, cotangents[0])
         return Flow.SHARED if outcome is Flow.MIXED and origin is Below.ALIGNED else outcome
 
     def _by_function(
-        self, site: Site, k: int, slot: Slot, layouts: Sequence[Layout | None], asked: list[Outcome]
+        self, site: Site, k: int, slot: Slot, layouts: Sequence[Layout | None], probed: list[Outcome]
     ) -> Outcome:
-        """Where samples go in a custom Function, which is asked with the cotangents of this call."""
-        given = self._cotangents(site)
-        if any(g is None for g in given):  # which only the engine can say as the Function wants to hear it
+        """Where samples go in a custom Function, which is run with the cotangents of this call."""
+        cotangents = self._cotangents(site)
+        if any(g is None for g in cotangents):  # only the engine knows whether this Function wants zeros or None
             return probe_slots(self.tape, self.roots, [slot], linear=self.linear)[slot]
-        if not asked:
-            asked += probe_call(site, given, layouts, self.samples.batch, linear=is_known(site.node))
-        return asked[k]
+        if not probed:
+            probed += probe_call(site, cotangents, layouts, self.samples.batch, linear=is_known(site.node))
+        return probed[k]
 
     def _is_used_as_data(self, site: Site, k: int) -> bool:
         """Has a leaf that may be data a place for every sample here, other than as operand of a product?"""
@@ -204,16 +204,16 @@ class _Assignment:
         return outcome
 
     def _cotangents(self, site: Site) -> list[Tensor | None]:
-        """What this call's backward brings to a node; to custom ones all at once."""
-        if site.index not in self.came:
+        """The cotangents that this call's backward brings to a node; one backward serves all custom ones."""
+        if site.index not in self.arrived:
             tape = self.tape
             custom = [n for n in tape.order if is_opaque(tape.node(n)) and not is_compiled(tape.node(n))]
-            asked = custom if site.index in custom else [site.index]
-            below = dict.fromkeys(slot for n in asked for slot in tape.edges[n] if slot is not None)
+            nodes = custom if site.index in custom else [site.index]
+            below = dict.fromkeys(slot for n in nodes for slot in tape.edges[n] if slot is not None)
             with unspent(map(tape.node, tape.order)):
-                came = self.roots.passing([tape.node(n) for n in asked], [tape.graph.at(slot) for slot in below])
-            self.came |= {n: came[tape.node(n)] for n in asked}
-        return self.came[site.index]
+                arrived = self.roots.passing([tape.node(n) for n in nodes], [tape.graph.at(slot) for slot in below])
+            self.arrived |= {n: arrived[tape.node(n)] for n in nodes}
+        return self.arrived[site.index]
 
     def _by_rule(self, site: Site, k: int, layouts: Sequence[Layout | None]) -> Outcome:
         if is_opaque(site.node):

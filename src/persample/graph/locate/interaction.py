@@ -86,8 +86,8 @@ def _batch_statistics(tape: Tape, samples: SampleMap) -> list[str]:
 def _mixed_data(tape: Tape, samples: SampleMap) -> list[str]:
     """Ops that are given data and have results of different samples in one window, norm or sequence of them."""
     nodes = _separable(tape, samples, lambda op: op.mixed_dims)
-    given = [(site, layout) for site, layout in nodes if site.index in tape.fed and site.edges[0] is None]
-    return [site.name for site, layout in given if _mixes_data(site, layout)]
+    with_data = [(site, layout) for site, layout in nodes if site.index in tape.fed and site.edges[0] is None]
+    return [site.name for site, layout in with_data if _mixes_data(site, layout)]
 
 
 def _mixes_data(site: Site, layout: Layout) -> bool:
@@ -95,8 +95,8 @@ def _mixes_data(site: Site, layout: Layout) -> bool:
     shape, dims = site.op.mixed_dims(site)
     if sample_dims(layout, site.shapes[0]) == (0,) and 0 not in dims:
         return False
-    mark = labels(layout, site.shapes[0]).expand(site.shapes[0]).reshape(shape)
-    return bool(mark.numel()) and any(bool((mark != mark.narrow(d, 0, 1)).any()) for d in dims)
+    sample_index = labels(layout, site.shapes[0]).expand(site.shapes[0]).reshape(shape)
+    return bool(sample_index.numel()) and any(bool((sample_index != sample_index.narrow(d, 0, 1)).any()) for d in dims)
 
 
 def _mixing_weights(tape: Tape, samples: SampleMap) -> list[str]:
@@ -111,11 +111,11 @@ def _is_mixed_by_weight(site: Site, layout: Layout) -> bool:
     weights = [k for k in product.operands if site.edges[k] is not None and site.is_weight(k)]
     if len(weights) != 1:
         return False
-    (own,) = (product.operands[k] for k in weights)
+    (weight,) = (product.operands[k] for k in weights)
     (data,) = (letters for k, letters in product.operands.items() if k not in weights)
     of_samples = {product.result[d] for d in sample_dims(layout, site.shapes[0])}
-    summed = [site.target(weights[0])[own.index(c)] for c in own if c in data and c not in product.result]
-    in_weight_alone = bool(of_samples & set(own)) and not of_samples & set(data)
+    summed = [site.target(weights[0])[weight.index(c)] for c in weight if c in data and c not in product.result]
+    in_weight_alone = bool(of_samples & set(weight)) and not of_samples & set(data)
     return in_weight_alone and any(n % layout.batch == 0 for n in summed)
 
 

@@ -42,11 +42,12 @@ def probe_node(site: Site, layouts: Sequence[Layout | None], batch: int, *, summ
     ``summed=False`` asks about outputs as the node returns them, before the engine sums over broadcast dims. Random
     numbers may cancel, in half precision soon: where an element stayed zero, others are drawn.
     """
-    about, targets = metadata(site.node), _targets(site, summed)
+    metas, targets = metadata(site.node), _targets(site, summed)
     answers: Answers | None = None
-    for draw in range(_draws(about[0].dtype)):
-        given = [None if lay is None else _noise(about[nr], len(about) * draw + nr) for nr, lay in enumerate(layouts)]
-        answers = _joined(answers, _by_bits(_runs(site, given, layouts), targets, batch, exactly=False))
+    for draw in range(_draws(metas[0].dtype)):
+        seed = len(metas) * draw
+        noise = [None if layout is None else _noise(metas[nr], seed + nr) for nr, layout in enumerate(layouts)]
+        answers = _joined(answers, _by_bits(_runs(site, noise, layouts), targets, batch, exactly=False))
         if all(answer is None or answer.is_whole() for answer in answers):
             break
     return _outcomes(answers or [], targets, batch)
@@ -60,27 +61,30 @@ def probe_call(
     *,
     linear: bool = True,
 ) -> list[Outcome]:
-    """The same for cotangents that a backward brought to a node. If it need not be linear, sample by sample."""
+    """The outcome of every output of a node, for the cotangents that a backward brought to it.
+
+    A node that need not be linear is run sample by sample.
+    """
     run, targets = _runs(site, cotangents, layouts), _targets(site, summed=True)
-    found = _by_bits(run, targets, batch, exactly=True) if linear else _one_by_one(run, targets, batch)
-    return _outcomes(found, targets, batch)
+    answers = _by_bits(run, targets, batch, exactly=True) if linear else _one_by_one(run, targets, batch)
+    return _outcomes(answers, targets, batch)
 
 
 def probe_slots(tape: Tape, roots: Roots, slots: Sequence[Slot], *, linear: bool = True) -> dict[Slot, Outcome]:
     """The outcome of the cotangents at ``slots``, by real backwards from the roots."""
-    about, places = [metadata(node)[nr] for node, nr in roots.slots], [tape.graph.at(slot) for slot in slots]
-    starts = roots.cotangents or [torch.ones(m.shape, dtype=m.dtype, device=m.device) for m in about]
-    marks = [labels(lay, tuple(m.shape), m.device) for lay, m in zip(roots.layouts, about, strict=True)]
+    metas, places = [metadata(node)[nr] for node, nr in roots.slots], [tape.graph.at(slot) for slot in slots]
+    starts = roots.cotangents or [torch.ones(m.shape, dtype=m.dtype, device=m.device) for m in metas]
+    sample_indices = [labels(layout, tuple(m.shape), m.device) for layout, m in zip(roots.layouts, metas, strict=True)]
 
     def run(weighings: Sequence[_Weigh]) -> Iterator[_Outputs]:
         for weigh in weighings:
-            weighed = [_weighed(g, mark, weigh) for g, mark in zip(starts, marks, strict=True)]
+            weighed = [_weighed(g, sample_index, weigh) for g, sample_index in zip(starts, sample_indices, strict=True)]
             with unspent(map(tape.node, tape.order)):
                 yield [_plain(t) for t in roots.pull(weighed, places, retain_graph=True)]
 
     targets = [tape.shape(slot) for slot in slots]
-    found = _by_bits(run, targets, roots.batch, exactly=True) if linear else _one_by_one(run, targets, roots.batch)
-    return dict(zip(slots, _outcomes(found, targets, roots.batch), strict=True))
+    answers = _by_bits(run, targets, roots.batch, exactly=True) if linear else _one_by_one(run, targets, roots.batch)
+    return dict(zip(slots, _outcomes(answers, targets, roots.batch), strict=True))
 
 
 def _targets(site: Site, summed: bool) -> list[Shape | None]:
@@ -89,23 +93,23 @@ def _targets(site: Site, summed: bool) -> list[Shape | None]:
 
 def _runs(site: Site, cotangents: Sequence[Tensor | None], layouts: Sequence[Layout | None]) -> _Run:
     """A node's outputs for some samples' part of these cotangents."""
-    given: list[tuple[Tensor, Tensor] | None] = [
-        None if g is None or lay is None else (g, labels(lay, tuple(g.shape), g.device))
-        for g, lay in zip(cotangents, layouts, strict=True)
+    labelled: list[tuple[Tensor, Tensor] | None] = [
+        None if g is None or layout is None else (g, labels(layout, tuple(g.shape), g.device))
+        for g, layout in zip(cotangents, layouts, strict=True)
     ]
 
     def run(weighings: Sequence[_Weigh]) -> list[_Outputs]:
-        rows = ([None if g is None else _weighed(*g, weigh) for g in given] for weigh in weighings)
+        rows = ([None if g is None else _weighed(*g, weigh) for g in labelled] for weigh in weighings)
         return call_each(site.node, rows, site.edges, lambda outputs: [_plain(t) for t in outputs])
 
     return run
 
 
-def _weighed(g: Tensor, mark: Tensor, weigh: _Weigh) -> Tensor:
+def _weighed(g: Tensor, sample_index: Tensor, weigh: _Weigh) -> Tensor:
     """A cotangent with some samples' part replaced by zeros, never multiplied by them: they may be NaN."""
-    by = weigh(mark)
+    by = weigh(sample_index)
     zero = torch.zeros((), dtype=g.dtype, device=g.device)
-    return torch.where(by & (mark != NOBODY), g, zero) if by.dtype == torch.bool else g * by.to(g.dtype)
+    return torch.where(by & (sample_index != NOBODY), g, zero) if by.dtype == torch.bool else g * by.to(g.dtype)
 
 
 def _plain(t: Tensor | None) -> Tensor | None:
@@ -113,36 +117,36 @@ def _plain(t: Tensor | None) -> Tensor | None:
     return None if t is None else (t.to_dense() if t.is_sparse else t).resolve_conj().resolve_neg()
 
 
-def _noise(about: Any, seed: int) -> Tensor:
-    """Large numbers, random but for a period that no op has reason to follow; the user's generator rests."""
-    shape, dtype = tuple(about.shape), about.dtype
+def _noise(meta: Any, seed: int) -> Tensor:
+    """Large numbers, random but for a period that no op has reason to follow; the user's generator is left alone."""
+    shape, dtype = tuple(meta.shape), meta.dtype
     period, count = 65537, prod(shape)
     generator = torch.Generator("cpu").manual_seed(seed)
     wide = torch.complex128 if dtype.is_complex else torch.float64
     line = torch.rand(min(period, count), generator=generator, dtype=wide, device="cpu").add_(1)
-    line = line.mul_(torch.finfo(dtype).max ** 0.5 / 16).to(about.device, dtype)
+    line = line.mul_(torch.finfo(dtype).max ** 0.5 / 16).to(meta.device, dtype)
     return line.repeat(-(-count // period))[:count].reshape(shape) if count else line.reshape(shape)
 
 
-def _everybody(mark: Tensor) -> Tensor:
-    return torch.ones_like(mark, dtype=torch.bool)
+def _everybody(sample_index: Tensor) -> Tensor:
+    return torch.ones_like(sample_index, dtype=torch.bool)
 
 
-def _nobody(mark: Tensor) -> Tensor:
-    return torch.zeros_like(mark, dtype=torch.bool)
+def _nobody(sample_index: Tensor) -> Tensor:
+    return torch.zeros_like(sample_index, dtype=torch.bool)
 
 
-def _unequal(mark: Tensor) -> Tensor:
+def _unequal(sample_index: Tensor) -> Tensor:
     """Weights by which contributions that cancelled no longer do, and by which what is not linear shows."""
-    return torch.exp2((mark.clamp(min=0) % 4).to(torch.float64))
+    return torch.exp2((sample_index.clamp(min=0) % 4).to(torch.float64))
 
 
 def _only(i: int) -> _Weigh:
-    return lambda mark: mark == i
+    return lambda sample_index: sample_index == i
 
 
 def _with_bit(j: int, value: int) -> _Weigh:
-    return lambda mark: (mark >> j) & 1 == value
+    return lambda sample_index: (sample_index >> j) & 1 == value
 
 
 def _by_bits(run: _Run, shapes: Sequence[Shape | None], batch: int, exactly: bool) -> Answers:
@@ -158,21 +162,23 @@ def _by_bits(run: _Run, shapes: Sequence[Shape | None], batch: int, exactly: boo
     checked, runs = others[: len(checks)], others[len(checks) :]
     answers = [None if t is None or s is None else _Answer(t) for t, s in zip(blank, shapes, strict=True)]
 
-    def read(j: int, without: _Outputs, having: _Outputs) -> None:
-        for k, answer in enumerate(answers):
-            zero, one = without[k], having[k]
-            if answer is not None and zero is not None and one is not None and not answer.mixed:
-                answer.read(j, zero, one, checked[0][k] if exactly else None)
-
-    read(0, *runs)
+    together = checked[0] if exactly else [None] * len(blank)
+    _read_bit(answers, 0, together, *runs)
     if bits[2:] and not all(answer is None or answer.mixed for answer in answers):
         runs = list(run(bits[2:]))
         for j in range(1, len(bits) // 2):
-            read(j, *runs[2 * j - 2 : 2 * j])
+            _read_bit(answers, j, together, *runs[2 * j - 2 : 2 * j])
     for k, answer in enumerate(answers):
         if answer is not None and exactly:
             answer.compare(*[outputs[k] for outputs in checked])
     return answers
+
+
+def _read_bit(answers: Answers, j: int, together: _Outputs, without: _Outputs, having: _Outputs) -> None:
+    """Bit j of every output, from the runs of samples without it and of those that have it."""
+    for answer, zero, one, total in zip(answers, without, having, together, strict=True):
+        if answer is not None and zero is not None and one is not None and not answer.mixed:
+            answer.read(j, zero, one, total)
 
 
 def _one_by_one(run: _Run, shapes: Sequence[Shape | None], batch: int) -> Answers:
@@ -218,32 +224,32 @@ class _Answer:
 
     def read(self, j: int, zero: Tensor, one: Tensor, together: Tensor | None) -> None:
         """Bit j: an element is not zero in one of the two, always the same way."""
-        rest = ~self.spoilt
-        zeros, ones = (zero != 0) & rest, (one != 0) & rest
+        clean = ~self.spoilt
+        zeros, ones = (zero != 0) & clean, (one != 0) & clean
         live = zeros | ones
-        odd = zeros & ones
+        conflict = zeros & ones
         if self.live is not None:
-            odd |= (live != self.live) & rest
+            conflict |= (live != self.live) & clean
         if together is not None:
-            odd |= (torch.where(ones, one, zero) != together) & rest & together.isfinite()
+            conflict |= (torch.where(ones, one, zero) != together) & clean & together.isfinite()
         self.live = live
-        self.mixed = bool(odd.any())
+        self.mixed = bool(conflict.any())
         self.index += ones.to(torch.int64) << j
 
     def read_singles(self, singles: Sequence[Tensor | None], together: Tensor | None) -> None:
         """Every sample's part: nobody else's, and the same as with all."""
-        rest = ~self.spoilt
-        live, odd = torch.zeros_like(rest), torch.zeros_like(rest)
+        clean = ~self.spoilt
+        live, conflict = torch.zeros_like(clean), torch.zeros_like(clean)
         if together is not None:
             apart = torch.zeros_like(together)
             for i, one in enumerate(singles):
                 if one is not None:
-                    here = (one != 0) & rest
-                    odd |= here & live
+                    here = (one != 0) & clean
+                    conflict |= here & live
                     self.index[here], live = i, live | here
                     apart = torch.where(here, one, apart)
-            odd |= (apart != together) & rest & together.isfinite()
-        self.live, self.mixed = live, bool(odd.any())
+            conflict |= (apart != together) & clean & together.isfinite()
+        self.live, self.mixed = live, bool(conflict.any())
 
     def compare(self, together: Tensor | None, unequal: Tensor | None) -> None:
         """Samples with other weights have what they have together with all, as often."""
@@ -251,8 +257,8 @@ class _Answer:
             return
         power = _unequal(self.index).to(together.dtype)
         wanted = torch.where(self.live, together * power, torch.zeros_like(together))
-        odd = unequal is None or bool(((unequal != wanted) & ~self.spoilt & wanted.isfinite()).any())
-        self.mixed = self.mixed or odd
+        conflict = unequal is None or bool(((unequal != wanted) & ~self.spoilt & wanted.isfinite()).any())
+        self.mixed = self.mixed or conflict
 
     def is_whole(self) -> bool:
         """Is every element somebody's, or is nothing left to find out?"""
@@ -304,9 +310,9 @@ def fit(index: Tensor, shape: Shape, batch: int, poisoned: bool = False) -> Layo
     if not poisoned:
         for width in (1, 2):
             for first in range(len(shape) - width + 1):
-                found = _fit_dims(index, shape, batch, range(first, first + width))
-                if found is not None:
-                    return found
+                layout = _fit_dims(index, shape, batch, range(first, first + width))
+                if layout is not None:
+                    return layout
     return Flow.MIXED if poisoned else Labels(batch, index)
 
 
@@ -328,10 +334,10 @@ def _fit_dims(index: Tensor, shape: Shape, batch: int, dims: range) -> Layout | 
 
 def _blocks(shape: Shape, batch: int) -> list[Block]:
     """Blocks whose sample lies in one dim, outermost first."""
-    found = []
+    blocks = []
     for dim, n in enumerate(shape):
         if n and n % batch == 0:
-            rest = n // batch
-            inners = [b for b in range(1, rest + 1) if rest % b == 0]
-            found += [Block(batch, b * strides(shape)[dim]) for b in reversed(inners)]
-    return found
+            parts = n // batch
+            inners = [b for b in range(1, parts + 1) if parts % b == 0]
+            blocks += [Block(batch, b * strides(shape)[dim]) for b in reversed(inners)]
+    return blocks

@@ -67,8 +67,8 @@ def _fits(shape: Shape, target: Shape, to_dims: tuple[int | None, ...], rank: in
 
 def keep(layout: Layout, shape: Shape, target: Shape, to_dims: Dims, rank: int | None = None) -> Outcome:
     """`follow`, with the data to decide where samples lie in a dim that does not stay."""
-    found = follow(layout, shape, target, to_dims, rank)
-    return Flow.PROBE if found is None else found
+    moved = follow(layout, shape, target, to_dims, rank)
+    return Flow.PROBE if moved is None else moved
 
 
 def but(shape: Shape, *mixed: int) -> list[int | None]:
@@ -88,8 +88,8 @@ def of_same_size(shape: Shape, target: Shape, to_dims: Dims) -> list[int | None]
 
 def unbroadcast(layout: Layout, shape: Shape, target: Shape) -> Outcome:
     """An operand that was broadcast along the sample dim has a gradient that sums over samples."""
-    found = carry(layout, shape, target, broadcast_dims(shape, target))
-    return Flow.SHARED if found is None else found
+    moved = carry(layout, shape, target, broadcast_dims(shape, target))
+    return Flow.SHARED if moved is None else moved
 
 
 def by_letters(result: str, operands: Mapping[int, str]) -> dict[int, FlowRule]:
@@ -114,9 +114,9 @@ def _flow_of_letters(result: str, own: str) -> FlowRule:
         kept = more if mine != own else 0
         places: list[int | None] = [kept + mine.index(c) if c in mine else None for c in letters]
         front = [d if d < kept else None for d in range(more)]
-        found = follow(layout, shape, target, [*front, *places], kept + len(mine))
-        if found is not None:
-            return found
+        moved = follow(layout, shape, target, [*front, *places], kept + len(mine))
+        if moved is not None:
+            return moved
         return Flow.SHARED if site.is_weight(k) else Flow.PROBE
 
     flow.__doc__ = f"From {f'`{result}`' if result else 'a number'} to `{own}`."

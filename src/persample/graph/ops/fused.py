@@ -67,8 +67,8 @@ class _Rows:
         """(b, T, V): those of the logits."""
         x, target, g = (t[samples] for t in (self.x, self.target, self.g))
         flat = x.flatten(0, 1), target.flatten(), g.flatten()
-        found = logit_gradients(flat[0], self.weight, self.bias, flat[1], self.classes, self.ignored, flat[2])
-        return found.reshape(*x.shape[:2], len(self.weight))
+        gradients = logit_gradients(flat[0], self.weight, self.bias, flat[1], self.classes, self.ignored, flat[2])
+        return gradients.reshape(*x.shape[:2], len(self.weight))
 
     def products(self, samples: Selection) -> Outer:
         """The weight's gradients."""
@@ -86,8 +86,8 @@ def linear_cross_entropy(use: Use) -> Factor | None:
     if "rows" not in memo:  # weight and bias share it
         memo["rows"] = _Rows(use, use.site.node)
     rows: _Rows = memo["rows"]
-    found = _weight(rows, memo) if use.k == 1 else _bias(rows, memo)
-    return found if found.dtype == dtype else View(found, found.shape, Cast(found.dtype, dtype))
+    factor = _weight(rows, memo) if use.k == 1 else _bias(rows, memo)
+    return factor if factor.dtype == dtype else View(factor, factor.shape, Cast(factor.dtype, dtype))
 
 
 def _weight(rows: _Rows, memo: dict[str, Any]) -> Factor:
@@ -101,12 +101,12 @@ def _weight(rows: _Rows, memo: dict[str, Any]) -> Factor:
 def _bias(rows: _Rows, memo: dict[str, Any]) -> Factor:
     if _is_small(rows):
         return Dense(_kept(rows, memo).sum(1))
-    found = rows.x.new_empty(rows.batch, len(rows.weight))
+    sums = rows.x.new_empty(rows.batch, len(rows.weight))
     step = max(1, rows.most // max(rows.positions, 1))
     for start in range(0, rows.batch, step):
         some = slice(start, start + step)
-        found[some] = rows.cotangents(some).sum(1)
-    return Dense(found)
+        sums[some] = rows.cotangents(some).sum(1)
+    return Dense(sums)
 
 
 def _is_small(rows: _Rows) -> bool:
@@ -117,8 +117,8 @@ def _is_small(rows: _Rows) -> bool:
 def _kept(rows: _Rows, memo: dict[str, Any]) -> Tensor:
     if "kept" not in memo:
         memo["kept"] = rows.cotangents(slice(0, rows.batch))
-    found: Tensor = memo["kept"]
-    return found
+    cotangents: Tensor = memo["kept"]
+    return cotangents
 
 
 # What the op takes; one that takes anything else may compute anything else.

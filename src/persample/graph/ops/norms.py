@@ -61,8 +61,8 @@ def channels(site: Site, k: int, layouts: Layouts) -> Outcome:
 def shared_by_channels(site: Site, k: int, layouts: Layouts) -> Outcome:
     """Scale and shift have one number per channel."""
     layout, shape, target = only(layouts), site.shapes[0], site.target(k)
-    found = follow(layout, shape, target, [0 if d == _channel(shape) else None for d in range(len(shape))], 1)
-    return Flow.SHARED if found is None else found
+    moved = follow(layout, shape, target, [0 if d == _channel(shape) else None for d in range(len(shape))], 1)
+    return Flow.SHARED if moved is None else moved
 
 
 def _channel(shape: Shape) -> int:

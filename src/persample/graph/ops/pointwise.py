@@ -27,10 +27,10 @@ def elementwise(site: Site, k: int, layouts: Layouts) -> Outcome:
         return layout
     if len(shape) < len(target):  # a loss that was averaged, or an operand in place: one element for all
         raise Undecided
-    found = carry(layout, shape, target, broadcast_dims(shape, target))
-    if found is None and isinstance(layout, Labels) and layout.index.numel() == 1:
+    moved = carry(layout, shape, target, broadcast_dims(shape, target))
+    if moved is None and isinstance(layout, Labels) and layout.index.numel() == 1:
         return Labels(layout.batch, layout.index.reshape([1] * len(target)))
-    return Flow.SHARED if found is None else found
+    return Flow.SHARED if moved is None else moved
 
 
 def backward(use: Use) -> Factor | None:

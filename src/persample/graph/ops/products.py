@@ -205,17 +205,17 @@ def trilinear_flow(site: Site, k: int, layouts: Layouts) -> Outcome:
     rank = len(shape) + len(summed)
     own = [d for d in range(rank) if d not in expand]
     left = [d for d in range(rank) if d not in summed]
-    found = follow(layout, shape, target, [own.index(d) if d in own else None for d in left], len(own))
-    if found is not None:
-        return found
+    moved = follow(layout, shape, target, [own.index(d) if d in own else None for d in left], len(own))
+    if moved is not None:
+        return moved
     return Flow.SHARED if not any(left[d] in own for d in sample_dims(layout, shape)) else Flow.PROBE
 
 
 def rows_of_groups(site: Site, k: int, layouts: Layouts) -> Outcome:
     """Rows of one matrix, each multiplied by the matrix of its group."""
     layout, shape, target = only(layouts), site.shapes[0], site.target(k)
-    found = follow(layout, shape, target, [0, None], 2) if len(target) == 2 else None
-    return Flow.PROBE if found is None else found
+    moved = follow(layout, shape, target, [0, None], 2) if len(target) == 2 else None
+    return Flow.PROBE if moved is None else moved
 
 
 def matrices_of_groups(site: Site, k: int, layouts: Layouts) -> Outcome:

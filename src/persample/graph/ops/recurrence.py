@@ -27,15 +27,15 @@ from .use import Use
 def columns(site: Site, k: int, layouts: Layouts) -> Outcome:
     """Output (T, B, h) and states (B, h): the last dim but one counts the sequences."""
     target = site.target(k)
-    found: Layout | None = None
+    agreed: Layout | None = None
     for shape, layout in zip(site.shapes, layouts, strict=True):
         if layout is not None:
             to_dims = [len(target) - 2 if d == len(shape) - 2 else None for d in range(len(shape))]
             moved = follow(layout, shape, target, to_dims, len(target))
-            if moved is None or (found is not None and not same(found, moved)):
+            if moved is None or (agreed is not None and not same(agreed, moved)):
                 return Flow.PROBE
-            found = moved
-    return found
+            agreed = moved
+    return agreed
 
 
 def shared_by_columns(site: Site, k: int, layouts: Layouts) -> Outcome:
@@ -71,17 +71,17 @@ def lstm(use: Use) -> Factor | None:
 
 def _columns(use: Use) -> SampleRows | None:
     """Columns (T, ·) of the layer as rows that belong to samples; None if the cotangents disagree on whose they are."""
-    found: Layout | None = None
+    agreed: Layout | None = None
     for shape, layout in zip(use.site.shapes, use.layouts, strict=True):
         if layout is None:
             continue
         columns = shape[-2]
         to_dims = [0 if d == len(shape) - 2 else None for d in range(len(shape))]
         one = carry(layout, shape, (columns,), to_dims)
-        found = one if found is None or one is None else join(found, one, (columns,))
-        if found is None:
+        agreed = one if agreed is None or one is None else join(agreed, one, (columns,))
+        if agreed is None:
             return None
-    return None if found is None else SampleRows.of(found, (columns,), 1)
+    return None if agreed is None else SampleRows.of(agreed, (columns,), 1)
 
 
 def _replayed(use: Use) -> LstmReplay:

@@ -23,9 +23,9 @@ def source(site: Site, k: int, layouts: Layouts) -> Outcome:
     if not shape:
         return base(site, k, layouts)
     dim = site.number("dim") % len(shape)
-    found = follow(layout, shape, target, but(shape, dim))
-    if found is not None:
-        return found
+    moved = follow(layout, shape, target, but(shape, dim))
+    if moved is not None:
+        return moved
     read = labels(layout, shape)
     picked = read.index_select(dim, site.tensor("index").to("cpu").reshape(-1)) if read.shape[dim] > 1 else read
     return simplify(picked, target, layout.batch)

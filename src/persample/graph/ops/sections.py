@@ -21,9 +21,9 @@ def slice_of_dim(site: Site, k: int, layouts: Layouts) -> Outcome:
     """Part of one dim: the rest of it belongs to nobody."""
     layout, shape, target = only(layouts), site.shapes[0], site.target(k)
     dim = site.number("dim") % len(target)
-    found = follow(layout, shape, target, but(shape, dim))
-    if found is not None and sample_dims(layout, shape):
-        return found
+    moved = follow(layout, shape, target, but(shape, dim))
+    if moved is not None and sample_dims(layout, shape):
+        return moved
     return _set_into(labels(layout, shape), target, dim, _slice(site, target[dim]), layout.batch)
 
 
@@ -44,9 +44,9 @@ def place_in_dim(site: Site, k: int, layouts: Layouts) -> Outcome:
     """One place of one dim: the others belong to nobody."""
     layout, shape, target = only(layouts), site.shapes[0], site.target(k)
     dim = site.number("dim") % len(target)
-    found = follow(layout, shape, target, [d + (d >= dim) for d in range(len(shape))], len(shape) + 1)
-    if found is not None and sample_dims(layout, shape):
-        return found
+    moved = follow(layout, shape, target, [d + (d >= dim) for d in range(len(shape))], len(shape) + 1)
+    if moved is not None and sample_dims(layout, shape):
+        return moved
     place = site.number("index") % target[dim]
     return _set_into(labels(layout, shape).unsqueeze(dim), target, dim, slice(place, place + 1), layout.batch)
 
@@ -98,13 +98,13 @@ def _moved_alike(live: Sequence[tuple[Shape, Layout]], target: Shape, dim: int, 
     """Where the sample goes, if it goes to the same place from every piece."""
     to_dims = [d + (d >= dim) for d in range(len(target) - 1)] if unbound else but(target, dim)
     (shape, layout), *others = live
-    found = follow(layout, shape, target, to_dims, len(target)) if sample_dims(layout, shape) else None
+    moved = follow(layout, shape, target, to_dims, len(target)) if sample_dims(layout, shape) else None
     for other_shape, other in others:
-        if found is not None and not (other_shape == shape and same(other, layout)):
+        if moved is not None and not (other_shape == shape and same(other, layout)):
             varies = sample_dims(other, other_shape)
-            moved = follow(other, other_shape, target, to_dims, len(target)) if varies else None
-            found = found if moved is not None and same(moved, found) else None
-    return found
+            other_moved = follow(other, other_shape, target, to_dims, len(target)) if varies else None
+            moved = moved if other_moved is not None and same(other_moved, moved) else None
+    return moved
 
 
 def stacked(site: Site, k: int, layouts: Layouts) -> Outcome:
@@ -112,9 +112,9 @@ def stacked(site: Site, k: int, layouts: Layouts) -> Outcome:
     layout, shape, target = only(layouts), site.shapes[0], site.target(k)
     dim = site.number("dim") % len(shape)
     to_dims = [None if d == dim else d - (d > dim) for d in range(len(shape))]
-    found = follow(layout, shape, target, to_dims, len(shape) - 1)
-    if found is not None:
-        return found
+    moved = follow(layout, shape, target, to_dims, len(shape) - 1)
+    if moved is not None:
+        return moved
     index = labels(layout, shape)
     index = index.select(dim, k if index.shape[dim] > 1 else 0)
     return Labels(layout.batch, index) if index.numel() == 1 else simplify(index, target, layout.batch)
@@ -126,9 +126,9 @@ def concatenated(site: Site, k: int, layouts: Layouts) -> Outcome:
     if target == (0,):  # an empty operand may have any rank
         return None
     dim = site.number("dim") % len(shape)
-    found = follow(layout, shape, target, but(shape, dim))
-    if found is not None:
-        return found
+    moved = follow(layout, shape, target, but(shape, dim))
+    if moved is not None:
+        return moved
     if any(slot is None for slot in site.edges[: k + 1]):
         raise Undecided
     start = sum(site.target(j)[dim] for j in range(k) if site.target(j) != (0,))

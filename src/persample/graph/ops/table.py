@@ -144,10 +144,10 @@ def lookup(node: Node) -> Op:
 
 
 def _lookup(node: Node) -> Op:
-    found = _ENTRIES.get(op_name(node), UNKNOWN)
+    entry = _ENTRIES.get(op_name(node), UNKNOWN)
     if is_custom(node) or type(node).__name__ == "CppFunction":  # a class of the user's, or one for many ops
-        return found
-    return _BY_TYPE.setdefault(type(node), found)
+        return entry
+    return _BY_TYPE.setdefault(type(node), entry)
 
 
 def named(name: str) -> Op:

@@ -5,7 +5,7 @@ Dims that are not indexed carry the sample over; along an indexed one, the indic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from math import prod
 
@@ -87,9 +87,9 @@ def _is_mask(index: Tensor) -> bool:
 def embedding_flow(site: Site, k: int, layouts: Layouts) -> Outcome:
     """A table read by row."""
     layout, shape, target = only(layouts), site.shapes[0], site.target(k)
-    found = follow(layout, shape, target, [None] * (len(shape) - 1) + [1], 2)
-    if found is not None:
-        return found
+    moved = follow(layout, shape, target, [None] * (len(shape) - 1) + [1], 2)
+    if moved is not None:
+        return moved
     if site.is_weight(k):
         return Flow.SHARED
     return _written_back(layout, shape, target, range(len(shape) - 1), [site.tensor("indices")], 0)
@@ -180,9 +180,9 @@ def selected_rows(site: Site, k: int, layouts: Layouts) -> Outcome:
     """Rows of one dim."""
     layout, shape, target = only(layouts), site.shapes[0], site.target(k)
     dim = site.number("dim") % max(len(shape), 1)
-    found = follow(layout, shape, target, but(shape, dim))
-    if found is not None and sample_dims(layout, shape):
-        return found
+    moved = follow(layout, shape, target, but(shape, dim))
+    if moved is not None and sample_dims(layout, shape):
+        return moved
     if site.is_weight(k):
         return Flow.SHARED
     return _written_back(layout, shape, target, range(dim, dim + 1), [site.tensor("index")], dim)
@@ -228,23 +228,29 @@ op(
 def index_flow(site: Site, k: int, layouts: Layouts) -> Outcome:
     """``x[:, i, j]`` and its like."""
     layout, shape, target = only(layouts), site.shapes[0], site.target(k)
-    indices = list(site.value("indices"))
-    indexed = [d for d, i in enumerate(indices) if i is not None]
-    tensors = [i for i in indices if i is not None]
-    if not indexed or any(_is_mask(i) for i in tensors):
+    indices = {d: i for d, i in enumerate(site.value("indices")) if i is not None}
+    if not indices or any(_is_mask(i) for i in indices.values()):
         raise Undecided
-    width = max(i.ndim for i in tensors)
-    adjacent = indexed == list(range(indexed[0], indexed[-1] + 1))
-    start = indexed[0] if adjacent else 0
-    block = range(start, start + width)
-    kept = [d for d in range(len(target)) if d not in indexed]
-    to_dims = [None if d in block else kept[d if d < start else d - width] for d in range(len(shape))]
-    found = follow(layout, shape, target, to_dims, len(kept) + len(indexed))
-    if found is not None and sample_dims(layout, shape):
-        return found
+    block, adjacent = _block_of_indices(indices)
+    kept = [d for d in range(len(target)) if d not in indices]
+    to_dims = [None if d in block else kept[d if d < block.start else d - len(block)] for d in range(len(shape))]
+    moved = follow(layout, shape, target, to_dims, len(kept) + len(indices))
+    if moved is not None and sample_dims(layout, shape):
+        return moved
     if site.is_weight(k):
         return Flow.SHARED
-    return _written_back(layout, shape, target, block, tensors, start) if adjacent else Flow.PROBE
+    return _written_back(layout, shape, target, block, [*indices.values()], block.start) if adjacent else Flow.PROBE
+
+
+def _block_of_indices(indices: Mapping[int, Tensor]) -> tuple[range, bool]:
+    """The dims of the result that the indices bring along, and whether the dims that they index are adjacent.
+
+    They come where the first index stands if those dims are adjacent, and in front of all others if not.
+    """
+    indexed = list(indices)
+    adjacent = indexed == list(range(indexed[0], indexed[-1] + 1))
+    start = indexed[0] if adjacent else 0
+    return range(start, start + max(i.ndim for i in indices.values())), adjacent
 
 
 def index(use: Use) -> Factor | None:

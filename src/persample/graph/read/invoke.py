@@ -95,7 +95,7 @@ def _call(node: Node, cotangents: Cotangents, edges: Sequence[object]) -> Output
     return [result] if isinstance(result, Tensor) or result is None else list(result)
 
 
-# A freed graph, and a saved tensor that was changed: the user's to mend, and known by these words.
+# A freed graph, and a saved tensor that was changed, are for the user to mend, who knows PyTorch's own words for them.
 _TOLD_BY_PYTORCH = ("second time", "modified by an inplace operation")
 
 
@@ -106,8 +106,8 @@ def _as_given(node: Node, g: Tensor) -> Tensor:
 def _at_the_start(g: Tensor) -> Tensor:
     """A cotangent as plain numbers, in memory that begins with them.
 
-    Some backwards refuse odd strides, or get them wrong (batch norm, pooling in three dims); that of as_strided_scatter
-    reads from the start of the memory.
+    Some backwards refuse unusual strides, or get them wrong (batch norm, pooling in three dims); that of
+    as_strided_scatter reads from the start of the memory.
     """
     if g.layout != torch.strided:
         return g

@@ -61,7 +61,7 @@ def op_of(node: BackwardCFunction) -> str | None:
     return qualified(held.get("op"))
 
 
-# An op that computes its gradients in the forward pass, and gives them away in its first backward.
+# An op that computes its gradients in the forward pass, and hands over their memory in its first backward.
 PRECOMPUTED = "torch_nn::_linear_cross_entropy_batch_chunked"
 BY_ROW = f"{PRECOMPUTED}_no_reduction"  # the op that computes logits again in its backward, a few rows at a time
 
@@ -78,16 +78,16 @@ def rows_at_a_time(node: Any) -> int:
 
 @contextmanager
 def unspent(nodes: Iterable[Node]) -> Iterator[None]:
-    """Let nodes that would give away what they have computed in the forward pass run any number of times."""
-    frugal: list[Any] = [
+    """Let nodes of `PRECOMPUTED`, which would run once only, run any number of times."""
+    run_once: list[Any] = [
         node
         for node in nodes
         if is_custom(node) and getattr(node, "allow_retain_graph", True) is False and op_of(node) == PRECOMPUTED
     ]
-    for node in frugal:
+    for node in run_once:
         node.allow_retain_graph = True
     try:
         yield
     finally:
-        for node in frugal:
+        for node in run_once:
             node.allow_retain_graph = False

@@ -52,7 +52,7 @@ def _noted_in(notes: Notes | None) -> Iterator[None]:
 
 
 def unnoted() -> AbstractContextManager[None]:
-    """Read what no plan relies on."""
+    """A context for reading what no plan relies on."""
     return _noted_in(None)
 
 
@@ -81,10 +81,10 @@ def by_data() -> None:
         _open.notes.certain = False
 
 
-def note(node: Node, attribute: str, found: Any) -> None:
-    """Note what an attribute of a node was found to be."""
+def note(node: Node, attribute: str, value: Any) -> None:
+    """Note the value of an attribute of a node."""
     if _open.notes is not None:
-        _open.notes.add(node, _getter(attribute), found)
+        _open.notes.add(node, _getter(attribute), value)
 
 
 _getter = lru_cache(maxsize=4096)(attrgetter)

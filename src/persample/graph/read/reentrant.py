@@ -50,17 +50,17 @@ class Region:
 
 def open_region(node: Any, others: Iterable[Node]) -> Region:
     """Run a region again, and record it; ``others`` are the nodes around the checkpoint."""
-    given, leaves = list(_kept(node, "inputs")), []
+    arguments, leaves = list(_kept(node, "inputs")), []
     edges = [child for child, _ in node.next_functions]
     for at, t, below in zip(_kept(node, "tensor_indices"), _tensors(node, others), edges, strict=True):
-        given[at] = t.detach().requires_grad_(below is not None)
-        leaves.append(given[at])
+        arguments[at] = t.detach().requires_grad_(below is not None)
+        leaves.append(arguments[at])
     with torch.enable_grad(), _as_in_forward(node) as preserved:
         start = born(torch.zeros((), device="cpu", requires_grad=True).clone().grad_fn)  # type: ignore[arg-type]
-        found = checkpoint(
-            _on_views(_kept(node, "run_function")), *given, use_reentrant=False, preserve_rng_state=preserved
+        result = checkpoint(
+            _on_views(_kept(node, "run_function")), *arguments, use_reentrant=False, preserve_rng_state=preserved
         )
-    outputs = found if isinstance(found, tuple) else (found,)
+    outputs = result if isinstance(result, tuple) else (result,)
     _check_outputs(node, outputs)
     live = [isinstance(t, Tensor) and t.requires_grad for t in outputs]
     slots = tuple(_slot(t) if flows else None for t, flows in zip(outputs, live, strict=True))
@@ -69,11 +69,11 @@ def open_region(node: Any, others: Iterable[Node]) -> Region:
 
 
 def _on_views(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, whose hooks on its inputs are to be hooks of one run."""
+    """The function, given views of its inputs, so that hooks it registers on these belong to one run."""
 
-    def run(*given: Any) -> Any:
-        wants = [isinstance(t, Tensor) and t.requires_grad for t in given]
-        return function(*[t.view_as(t) if want else t for t, want in zip(given, wants, strict=True)])
+    def run(*arguments: Any) -> Any:
+        wants = [isinstance(t, Tensor) and t.requires_grad for t in arguments]
+        return function(*[t.view_as(t) if want else t for t, want in zip(arguments, wants, strict=True)])
 
     return run
 
@@ -97,21 +97,21 @@ def _tensors(node: Any, others: Iterable[Node]) -> Sequence[Tensor]:
     """The tensors among the arguments; where these are recomputed by another checkpoint, once for all of them."""
     if not in_checkpoint(node):
         return tuple(node.saved_tensors)
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
 
     def read() -> None:
-        found.extend(node.saved_tensors)
+        tensors.extend(node.saved_tensors)
         for other in others:
             let_go(other)
 
     with same_again():
         in_own_task(read)
-    return found
+    return tensors
 
 
 @contextmanager
 def same_again() -> Iterator[None]:
-    """PyTorch finds out when a region is not run as it was recorded; it is told in terms of the user's checkpoint."""
+    """Where PyTorch finds that a region is not run as it was recorded, raise in terms of the user's checkpoint."""
     try:
         yield
     except CheckpointError as error:
@@ -150,8 +150,8 @@ def _as_in_forward(node: Any) -> Iterator[bool]:
 
 
 def _check_outputs(node: Node, outputs: Sequence[Any]) -> None:
-    """What runs again must be what was run."""
-    then = [tuple(about.shape) for about in metadata(node)]  # nothing is told of those that have no gradients
+    """Refuse a function that returns something else when it is run again."""
+    then = [tuple(meta.shape) for meta in metadata(node)]  # nothing is told of those that have no gradients
     known = [isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()) for t in outputs]
     now = [tuple(t.shape) if k else shape for t, k, shape in zip(outputs, known, then, strict=False)]
     if len(outputs) != len(then) or now != then:
@@ -174,10 +174,10 @@ def run_instead(node: Any, backward: Callable[[Outputs], Outputs]) -> Iterator[N
     """
 
     def apply(*grads: Tensor | None) -> Outputs:
-        found: list[Tensor | None] = [None] * (2 + len(node.inputs))
+        gradients: list[Tensor | None] = [None] * (2 + len(node.inputs))
         for at, g in zip(node.tensor_indices, backward(grads), strict=True):
-            found[2 + at] = g
-        return tuple(found)
+            gradients[2 + at] = g
+        return tuple(gradients)
 
     node.apply, node.materialize_grads = apply, False
     try:

@@ -11,7 +11,7 @@ beyond is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain
@@ -30,7 +30,7 @@ Starts = Sequence[tuple[NodeSlot, Tensor]]  # where a backward starts, and the c
 
 
 class Regions:
-    """The regions of the graph below ``roots``, opened as they are come upon."""
+    """The regions of the graph below ``roots``, each opened when it is first reached."""
 
     def __init__(self, roots: Sequence[Node]) -> None:
         self.roots = roots
@@ -38,7 +38,7 @@ class Regions:
         self.opened: dict[Node, Region] = {}
         self.owners: dict[Node, Region] = {}  # nodes inside -> the region they lie in
         self.entries: dict[Node, tuple[Node, int]] = {}  # leaves inside -> the checkpoint, and which of its edges
-        self.taken: list[NodeSlot] = []  # tensors that were come upon in regions which were not given them
+        self.taken: list[NodeSlot] = []  # tensors that regions use without being given them
 
     def resolve(self, node: Node | None, nr: int) -> tuple[Node | None, int]:
         """Where an edge leads to, past the borders of regions."""
@@ -121,7 +121,7 @@ class Regions:
         """The gradients at ``slots``, inside of regions or outside."""
         run = _Run(self, starts, slots, retain_graph)
         run.piece(None)
-        return tuple([run.found.get(slot) for slot in slots])
+        return tuple([run.gradients.get(slot) for slot in slots])
 
 
 class _Run:
@@ -130,7 +130,7 @@ class _Run:
     def __init__(self, regions: Regions, starts: Starts, slots: Sequence[NodeSlot], retain_graph: bool) -> None:
         self.regions, self.starts, self.retain_graph = regions, starts, retain_graph
         self.slots = list(dict.fromkeys(slots))
-        self.found: dict[NodeSlot, Tensor] = {}
+        self.gradients: dict[NodeSlot, Tensor] = {}  # at the slots asked for
         roots, goals = (
             {node for slot in many if (node := regions.resolve(*slot)[0]) is not None}
             for many in ([s for s, _ in starts], slots)
@@ -149,15 +149,28 @@ class _Run:
         last = {node: self._cotangents(node) for node in live if node not in passed}
         # An input that a function does not use leads on for the engine alone: it runs nodes that are read afterwards.
         going_on = any(node in passed for node, _ in asked)
+        grads = self._run_piece(starts, slots, checkpoints, last, retain_graph=self.retain_graph or going_on)
+        for slot in asked:
+            self._add(slot, grads[slot])
+        return [None if entry is None else grads[entry] for entry in inputs]
+
+    def _run_piece(
+        self,
+        starts: Starts,
+        slots: Sequence[NodeSlot],
+        checkpoints: Sequence[Node],
+        last: Mapping[Node, Sequence[NodeSlot]],
+        *,
+        retain_graph: bool,
+    ) -> dict[NodeSlot, Tensor | None]:
+        """The gradients at ``slots``; regions run in place of their checkpoints, those in ``last`` at the end."""
         with ExitStack() as stack:
             for node in checkpoints:
                 stack.enter_context(run_instead(node, partial(self._through, node)))
-            got = _grad(starts, [*slots, *chain(*last.values())], retain_graph=self.retain_graph or going_on)
+            grads = _grad(starts, [*slots, *chain(*last.values())], retain_graph=retain_graph)
             for node, cotangents in last.items():
-                self._through(node, [got.pop(slot) for slot in cotangents])
-        for slot in asked:
-            self._add(slot, got[slot])
-        return [None if entry is None else got[entry] for entry in inputs]
+                self._through(node, [grads.pop(slot) for slot in cotangents])
+        return grads
 
     def _through(self, node: Node, grads: Outputs) -> Outputs:
         """A region in the place of its checkpoint's node."""
@@ -165,9 +178,9 @@ class _Run:
         if not self._is_needed(node):
             return nothing
         region = self.regions.opened[node]
-        given = [(s, g) for s, g in zip(region.outputs, grads, strict=True) if s is not None and g is not None]
+        starts = [(s, g) for s, g in zip(region.outputs, grads, strict=True) if s is not None and g is not None]
         with same_again():
-            return self.piece(region, given) if given else nothing
+            return self.piece(region, starts) if starts else nothing
 
     def _is_needed(self, node: Node) -> bool:
         """Is something asked for in a region, or below it? One that was not opened leads nowhere."""
@@ -196,8 +209,8 @@ class _Run:
 
     def _add(self, slot: NodeSlot, g: Tensor | None) -> None:
         if g is not None:
-            before = self.found.get(slot)
-            self.found[slot] = g if before is None else before + g
+            before = self.gradients.get(slot)
+            self.gradients[slot] = g if before is None else before + g
 
 
 def _grad(starts: Starts, slots: Iterable[NodeSlot], *, retain_graph: bool) -> dict[NodeSlot, Tensor | None]:
@@ -206,5 +219,5 @@ def _grad(starts: Starts, slots: Iterable[NodeSlot], *, retain_graph: bool) -> d
         return dict.fromkeys(asked)
     outputs, inputs = ([GradientEdge(node, nr) for node, nr in many] for many in ([s for s, _ in starts], asked))
     cotangents = [g for _, g in starts]
-    found = torch.autograd.grad(outputs, inputs, cotangents, retain_graph=retain_graph, allow_unused=True)
-    return dict(zip(asked, found, strict=True))
+    gradients = torch.autograd.grad(outputs, inputs, cotangents, retain_graph=retain_graph, allow_unused=True)
+    return dict(zip(asked, gradients, strict=True))

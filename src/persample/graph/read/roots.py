@@ -48,11 +48,11 @@ class Roots:
     @property
     def places(self) -> list[tuple[NodeSlot, Layout]]:
         """The slots as they are in the graph whose reentrant checkpoints are opened."""
-        found = []
+        places = []
         for slot, layout in zip(self.slots, self.layouts, strict=True):
             node, nr = self.regions.resolve(*slot)
-            found += [] if node is None else [((node, nr), layout)]
-        return found
+            places += [] if node is None else [((node, nr), layout)]
+        return places
 
     @property
     def nodes(self) -> list[Node]:
@@ -73,8 +73,8 @@ class Roots:
     def backward(self, inputs: Sequence[NodeSlot], *, retain_graph: bool) -> tuple[Tensor | None, ...]:
         """The gradients of the whole batch at ``inputs``."""
         if self.losses is None or self.regions.opened:
-            given = self.cotangents if self.losses is None else [torch.ones_like(self.losses)]
-            return self.pull(given, inputs, retain_graph=retain_graph)
+            cotangents = self.cotangents if self.losses is None else [torch.ones_like(self.losses)]
+            return self.pull(cotangents, inputs, retain_graph=retain_graph)
         with torch.enable_grad():
             # A cotangent of ones, in memory of its own as the definition's is, which a custom Function may write to;
             # and without the imports that a given one costs once.
@@ -83,10 +83,10 @@ class Roots:
 
     def passing(self, nodes: Sequence[Node], below: Sequence[NodeSlot]) -> dict[Node, list[Tensor | None]]:
         """The cotangents that come to ``nodes`` on the way to ``below``, copied as they do: others may change them."""
-        came: dict[Node, list[Tensor | None]] = {node: [None] * len(metadata(node)) for node in nodes}
+        arrived: dict[Node, list[Tensor | None]] = {node: [None] * len(metadata(node)) for node in nodes}
 
         def keep(node: Node, grads: Sequence[Tensor | None]) -> None:
-            came[node] = [None if g is None else g.clone() for g in grads]
+            arrived[node] = [None if g is None else g.clone() for g in grads]
 
         handles = [node.register_prehook(partial(keep, node)) for node in nodes]
         try:
@@ -94,7 +94,7 @@ class Roots:
         finally:
             for handle in handles:
                 handle.remove()
-        return came
+        return arrived
 
     def pull(
         self, cotangents: Sequence[Tensor], inputs: Sequence[NodeSlot], *, retain_graph: bool

@@ -4,8 +4,8 @@ The names used here are private to PyTorch. They hold for torch 2.13 to 2.15; ``
 and the behaviours that are relied on.
 
 Non-reentrant checkpointing lets every saved tensor be unpacked once per backward, and recomputes a region once per
-backward that unpacks anything of it. A read during the backward would use up the node's own turn; `unpacked_often`
-lifts that limit, so that reading costs no recomputation beyond the engine's own.
+backward that unpacks anything of it. A read during the backward would use up the one that the node itself needs;
+`unpacked_often` lifts that limit, so that reading costs no recomputation beyond the engine's own.
 """
 
 from __future__ import annotations
@@ -116,13 +116,13 @@ source index indices mask
 def constants(node: Node) -> list[Tensor]:
     """Saved operands that carry no gradient: data, as opposed to weights and what was computed from them."""
     by_data()
-    found: list[object]
+    operands: list[object]
     if is_custom(node):
-        found = list(node.saved_tensors)
+        operands = list(node.saved_tensors)
     else:
         saved = [getattr(node, f"_saved_{name}", None) for name in _OPERANDS.split()]
-        found = [t for s in saved for t in (s if isinstance(s, tuple) else (s,))]
-    return [t for t in found if isinstance(t, Tensor) and not t.requires_grad]
+        operands = [t for s in saved for t in (s if isinstance(s, tuple) else (s,))]
+    return [t for t in operands if isinstance(t, Tensor) and not t.requires_grad]
 
 
 def holds_sparse(node: Node) -> bool:
@@ -132,14 +132,14 @@ def holds_sparse(node: Node) -> bool:
 
 def _holders(node: Node) -> dict[str, list[Any]]:
     """Saved tensors of a node that a checkpoint will recompute: name -> its holder, or those of a list of tensors."""
-    found = {}
+    by_name = {}
     for attribute in _raw_names(node):
         raw = getattr(node, attribute)
         packed = [getattr(one, "data", None) for one in (raw if isinstance(raw, tuple) else (raw,))]
         holders = [one for one in packed if hasattr(one, "handles")]
         if holders:
-            found[attribute.removeprefix("_raw_saved_")] = holders
-    return found
+            by_name[attribute.removeprefix("_raw_saved_")] = holders
+    return by_name
 
 
 def _raw_names(node: Node) -> tuple[str, ...]:
@@ -243,12 +243,15 @@ def read_ahead(node: Node) -> dict[str, Tensor]:
 
 
 def read_last(node: Node) -> dict[str, Tensor]:
-    """The same for a node that the engine will not come to: they are let go, unless some are lists to be read apart."""
-    found = read_ahead(node)
-    if len(found) != len(_holders(node)):
+    """All saved tensors of a checkpointed node that the engine will not come to, which are let go.
+
+    If some are lists of tensors, which are read one by one, none is returned here and none let go.
+    """
+    tensors = read_ahead(node)
+    if len(tensors) != len(_holders(node)):
         return {}
     let_go(node)
-    return found
+    return tensors
 
 
 if not (hasattr(torch._C._autograd.SavedTensor, "data") and hasattr(_Holder(), "handles")):

@@ -22,7 +22,7 @@ Slot = tuple[int, int]  # the number of a node, and which of its cotangents: the
 
 @dataclass(slots=True)
 class Graph:
-    """Nodes, numbered as they are come upon, and how they hang together. Graphs built alike have equal numbers."""
+    """Nodes, numbered in the order in which they are reached, and their edges; equal for graphs built alike."""
 
     nodes: list[Node]
     edges: list[tuple[Slot | None, ...]]  # per backward output of every node, where it goes
@@ -115,20 +115,20 @@ class Tape:
 
 
 def _shapes_of(node: Node) -> tuple[Shape, ...]:
-    about = metadata(node)
-    if any(m.is_nested_tensor for m in about):
+    metas = metadata(node)
+    if any(m.is_nested_tensor for m in metas):
         raise UnsupportedError(
             f"the result of {op_name(node)} is a nested tensor, in which rows have no place of their own: give the "
             f"model a padded tensor (torch.nested.to_padded_tensor), or all rows as one tensor of shape (N, ...) "
             f"(torch.cat(x.unbind()), or x.values() if it is jagged) and add up losses by sample with index_add"
         )
-    return tuple([tuple(m.shape) for m in about])
+    return tuple([tuple(m.shape) for m in metas])
 
 
 def read(starts: Iterable[Node], regions: Regions | None = None) -> Graph:
     """Read the graph below these nodes, and what its reentrant checkpoints hide; they are refused without ``regions``.
 
-    Its form is the kinds of nodes, how they hang together, and the shapes of their cotangents where these do not
+    Its form is the kinds of nodes, their edges, and the shapes of their cotangents where these do not
     follow from others.
     """
     numbers = {node: number for number, node in enumerate(dict.fromkeys(starts))}
@@ -166,10 +166,10 @@ def _form(graph: Graph) -> Hashable:
         elif reading is _OPAQUE:
             comparable = False
         elif comparable and (reading is _OP or None in edges):
-            about = metadata(node)
-            comparable = not any(m.is_nested_tensor for m in about)  # which have no shape; planning says so
+            metas = metadata(node)
+            comparable = not any(m.is_nested_tensor for m in metas)  # which have no shape; planning says so
             if comparable:
-                graph.shapes[number] = tuple([tuple(m.shape) for m in about])
+                graph.shapes[number] = tuple([tuple(m.shape) for m in metas])
                 form.append(graph.shapes[number])
     return tuple(form) if comparable else None
 
