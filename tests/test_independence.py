@@ -486,3 +486,12 @@ def test_a_support_set_that_all_samples_share() -> None:
         return F.linear(x, net.weight - 0.1 * slope, net.bias).tanh().square().sum(1)
 
     assert_same(ps.grad(losses(), net, independent=True), definition(losses(), net))
+
+
+@pytest.mark.parametrize("rows", [5, 6, 7])
+def test_a_table_as_long_as_the_batch_is_no_excuse(rows: int) -> None:
+    """Distances of all samples' data to a table, averaged over the samples: the result is square if sizes coincide."""
+    x, table = torch.randn(6, 8), torch.randn(rows, 8, requires_grad=True)
+    losses = (x.sum(1, keepdim=True) - torch.cdist(x, table).mean(0)).square().sum(1)
+    with pytest.raises(ps.InteractionError, match=r"Cdist|Mean"):
+        ps.norms(losses, [table], independent=True)

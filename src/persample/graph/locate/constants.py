@@ -80,7 +80,7 @@ class Alignment:
     def origin(self, node: int, batch: int) -> Below:
         """What may the constants be that enter here?"""
         op, shape = self._tape.node(node), self._tape.shapes(node)[0]
-        unclear = {d for d in constant_dims(op, shape) if self._may_be(shape[d], batch)}
+        unclear = {d for d in constant_dims(self._sites[node]) if self._may_be(shape[d], batch)}
         unclear |= {d for d in ask(op, _rows_of_saved) if shape[d] == batch}
         if not unclear or bool(ask(op, only_counts)):
             return Below.WEIGHTS
@@ -150,12 +150,16 @@ def _followed(site: Site, k: int, places: Layout) -> Layout | None:
     read = None if op.read_dims is None else op.read_dims(site)
     if read is not None and k == 0 and set(read) <= set(sample_dims(places, shape)):
         return _places(target, [0])  # a table that is read place by place has rows of places
-    kept = []
-    for d in sample_dims(places, shape):
-        alone = op.where(site, k, [Block(shape[d], strides(shape)[d])])
-        moved = sample_dims(alone, target) if isinstance(alone, Layout) else ()
-        kept += [e for e in moved if len(moved) == 1 and target[e] == shape[d]]
-    return _places(target, kept)
+    kept = [_dim_in_operand(site, k, d) for d in sample_dims(places, shape)]
+    return _places(target, [d for d in kept if d is not None])
+
+
+def _dim_in_operand(site: Site, k: int, dim: int) -> int | None:
+    """The dim of operand k that a dim of the result is, by the op's flow; equal sizes alone prove nothing."""
+    shape, target = site.shapes[0], site.target(k)
+    outcome = site.op.where(site, k, [Block(shape[dim], strides(shape)[dim])])
+    moved = sample_dims(outcome, target) if isinstance(outcome, Layout) else ()
+    return moved[0] if len(moved) == 1 and target[moved[0]] == shape[dim] else None
 
 
 def _matched(tape: Tape, site: Site, k: int) -> Iterator[int]:
@@ -202,18 +206,20 @@ def _row_dims(node: Node, shape: Shape) -> list[int]:
     return [d for d, c in enumerate(product.result) if c in rows]
 
 
-def constant_dims(node: Node, shape: Shape) -> list[int]:
+def constant_dims(site: Site) -> list[int]:
     """The dims of a result that constants may have brought along."""
-    op = lookup(node)
+    op, shape, edges = site.op, site.shapes[0], site.node.next_functions
     if op.product is not None:
-        below = [child for child, _ in node.next_functions]
-        constant = "".join(own for k, own in op.product.operands.items() if below[k] is None)
+        constant = "".join(own for k, own in op.product.operands.items() if edges[k][0] is None)
         return [d for d, c in enumerate(op.product.result) if c in constant]
     if op.convolution:
         return [d for d in range(len(shape)) if d != 1]
     if op.new_rows is not None:
-        return list(op.new_rows(node, shape))
-    known = [tuple(saved.metadata(child)[nr].shape) for child, nr in node.next_functions if child is not None]
+        return list(op.new_rows(site.node, shape))
+    if op.flow and not op.pointwise and op.mixed_dims is None:
+        dims = [d for d, n in enumerate(shape) if n > 1]
+        return [d for d in dims if all(_dim_in_operand(site, k, d) is None for k, _ in site.outputs)]
+    known = [tuple(saved.metadata(child)[nr].shape) for child, nr in edges if child is not None]
     lengths = [(1,) * (len(shape) - len(own)) + own for own in known]
     return [d for d, n in enumerate(shape) if not any(len(own) == len(shape) and own[d] == n for own in lengths)]
 
@@ -261,5 +267,5 @@ def memory_of_rows(node: Node) -> set[int]:
 
 def goes_by_sample(site: Site, layout: Layout) -> bool:
     """Does a node's constant have one row per sample, or several?"""
-    dims = constant_dims(site.node, site.shapes[0])
+    dims = constant_dims(site)
     return any(d in dims for d in sample_dims(layout, site.shapes[0]))

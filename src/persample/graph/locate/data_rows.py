@@ -42,7 +42,7 @@ def _given_data(tape: Tape, samples: SampleMap) -> Iterator[tuple[Site, Tensor, 
             continue
         site = samples.sites[node]
         shape = site.shapes[0]
-        brought = range(len(shape)) if site.op.convolution else constant_dims(site.node, shape)
+        brought = range(len(shape)) if site.op.convolution else constant_dims(site)
         dims = [d for d in brought if shape[d] > 1]  # channels of a convolution are its groups' own affair
         if site.op.read_dims is not None:
             dims = [d for d in dims if d < len(shape) - 1]  # the last one is the table's
