@@ -169,7 +169,7 @@ class _Backward:
         """Do samples seem to meet in nothing but tables as long as the batch? Then rows of the Jacobian are right."""
         samples = self.call.samples
         try:
-            samples.verify(plan, guess.doubtful)
+            samples.verify(plan, guess.beyond_contract)
         except (Contradiction, InteractionError):
             return False
         return not graph.interact_without(samples.tables, plan, guess.roots)
@@ -177,8 +177,8 @@ class _Backward:
     def _capture(self, guess: Guess, graph: CallGraph, independent: bool = True) -> _Gradients:
         call, samples = self.call, self.call.samples
         if call.follow:
-            samples.verify(graph.plan(guess.roots), guess.roots.slots if samples.evidence else guess.doubtful)
-        test = partial(samples.verify, doubtful=guess.doubtful)
+            samples.verify(graph.plan(guess.roots), guess.roots.slots if samples.evidence else guess.beyond_contract)
+        test = partial(samples.verify, beyond_contract=guess.beyond_contract)
         return capture_from(
             guess.roots,
             call.leaves,

@@ -38,7 +38,7 @@ class Guess:
     returned: bool  # does it start from the results themselves?
 
     @property
-    def doubtful(self) -> list[NodeSlot]:
+    def beyond_contract(self) -> list[NodeSlot]:
         """The roots of which the contract says nothing."""
         return [slot for slot, certain in zip(self.roots.slots, self.by_contract, strict=True) if not certain]
 

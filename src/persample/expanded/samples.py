@@ -119,10 +119,10 @@ class Samples:
         """The evidence, as far as it decides how a guess is judged."""
         return {slot: f.layout or _NO_PLACE for slot, f in self.evidence.items()}
 
-    def verify(self, plan: CapturePlan, doubtful: Sequence[NodeSlot]) -> None:
-        """Refuse a plan that contradicts the evidence, or lacks some for a ``doubtful`` start."""
+    def verify(self, plan: CapturePlan, beyond_contract: Sequence[NodeSlot]) -> None:
+        """Refuse a plan that contradicts the evidence, or lacks some for a ``beyond_contract`` start."""
         agreed = self.compare(plan)
-        if not all(rests_on(plan, slot, agreed) for slot in doubtful):
+        if not all(rests_on(plan, slot, agreed) for slot in beyond_contract):
             raise Contradiction(unproven=True)
 
     def compare(self, plan: CapturePlan, may_meet: bool = False) -> list[NodeSlot]:

@@ -235,7 +235,7 @@ def _refuse_module_hooks(made: CapturePlan) -> None:
 
 
 def _unseen(tape: Tape) -> list[Node]:
-    """Independence cannot be promised for data that goes straight into a node whose inside nobody sees."""
+    """Opaque nodes that are given data: whether samples are independent there, nobody can see."""
     return [tape.node(number) for number in tape.order if _is_unseen(tape, number)]
 
 

@@ -119,7 +119,7 @@ class Caller:
         groups: int,
         dilation: Ints,
     ) -> Problem:
-        """The transposed convolution y[o, s·t + δ·k] += w[i, o, k] · x[i, t], likewise."""
+        """The transposed convolution y[o, s·t + δ·k] += w[i, o, k] · x[i, t] that has this gradient at its output."""
         input_size, weight_size, groups = self._sizes(input_size, weight_size, groups)
         steps, spacing = self._per_dim("stride", stride, 1), self._per_dim("dilation", dilation, 1)
         near, more = self._per_dim("padding", padding, 0), self._per_dim("output_padding", output_padding, 0)

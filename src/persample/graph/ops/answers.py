@@ -33,4 +33,4 @@ class LstmAnswer(Tensor):
     ) -> Any:
         if not is_fused_lstm_backward(func):
             return NotImplemented
-        return next(given for given in args if isinstance(given, cls)).answer()
+        return next(argument for argument in args if isinstance(argument, cls)).answer()

@@ -93,9 +93,9 @@ def linear_cross_entropy(use: Use) -> Factor | None:
 def _weight(rows: _Rows, memo: dict[str, Any]) -> Factor:
     if _is_small(rows):
         return Outer(_kept(rows, memo), rows.x)
-    given = (rows.x, rows.target, rows.g, rows.weight, *[t for t in (rows.bias, rows.classes) if t is not None])
+    tensors = (rows.x, rows.target, rows.g, rows.weight, *[t for t in (rows.bias, rows.classes) if t is not None])
     shape = (rows.weight.shape[0], rows.weight.shape[1])
-    return Deferred(rows.products, rows.batch, rows.positions, shape, given, rows.most // max(rows.positions, 1))
+    return Deferred(rows.products, rows.batch, rows.positions, shape, tensors, rows.most // max(rows.positions, 1))
 
 
 def _bias(rows: _Rows, memo: dict[str, Any]) -> Factor:

@@ -13,7 +13,7 @@ from .table import EVERY, Layouts, Undecided, op
 def matrices(site: Site, k: int, layouts: Layouts) -> Outcome:
     """The last two dims are a matrix; those in front of them count matrices, and stay."""
     target = site.target(k)
-    live = [(s, lay) for s, lay in zip(site.shapes, layouts, strict=True) if lay is not None]
+    live = [(shape, layout) for shape, layout in zip(site.shapes, layouts, strict=True) if layout is not None]
     if len(live) != 1 or len(target) < 3:
         raise Undecided
     shape, layout = live[0]

@@ -121,12 +121,12 @@ def _by_product(layout: Layout, *tensors: Tensor) -> tuple[Tensor, ...] | None:
         return tuple(samples.group(t.squeeze(0)).unsqueeze(1) for t in tensors)
     if samples is not None:
         return tuple(samples.group(t.transpose(0, 1)).transpose(1, 2) for t in tensors)
-    mark = labels(layout, shape)
-    if mark.shape[2] != 1:
+    index = labels(layout, shape)
+    if index.shape[2] != 1:
         return None
-    mark = mark.squeeze(2).expand(n, shape[1])  # routed experts: every product has its own rows
+    index = index.squeeze(2).expand(n, shape[1])  # routed experts: every product has its own rows
     product = torch.arange(n, device="cpu").unsqueeze(1)
-    samples = SampleRows.labelled(layout.batch * n, torch.where(mark < 0, mark, mark * n + product).reshape(-1))
+    samples = SampleRows.labelled(layout.batch * n, torch.where(index < 0, index, index * n + product).reshape(-1))
     return tuple(samples.group(t.flatten(0, 1)).unflatten(0, (layout.batch, n)) for t in tensors)
 
 
@@ -136,14 +136,14 @@ def grouped_mm(use: Use) -> Factor | None:
     ends = site.optional("offs")
     if use.k != 1 or ends is None or g.ndim != 2 or len(use.target) != 3:
         return None
-    mark = labels(use.layout, tuple(g.shape))
-    if mark.shape[1] != 1:
+    index = labels(use.layout, tuple(g.shape))
+    if index.shape[1] != 1:
         return None
     groups = len(ends)
     group = torch.bucketize(torch.arange(len(g), device="cpu"), ends.to("cpu", torch.int64), right=True)
-    mark = mark.squeeze(1).expand(len(g))
-    mark = torch.where((mark < 0) | (group >= groups), -1, mark * groups + group.clamp(max=groups - 1))
-    samples = SampleRows.labelled(use.batch * groups, mark)
+    index = index.squeeze(1).expand(len(g))
+    index = torch.where((index < 0) | (group >= groups), -1, index * groups + group.clamp(max=groups - 1))
+    samples = SampleRows.labelled(use.batch * groups, index)
     x, dy = (samples.group(t).unflatten(0, (use.batch, groups)) for t in (site.tensor("self"), g))
     return Outer(x, dy)
 

@@ -79,15 +79,15 @@ def places(site: Site, k: int, layouts: Layouts) -> Outcome:
 def _joined(site: Site, k: int, layouts: Layouts, unbound: bool) -> Outcome:
     target = site.target(k)
     dim = site.number("dim") % len(target)
-    live = [(s, lay) for s, lay in zip(site.shapes, layouts, strict=True) if lay is not None]
+    live = [(shape, layout) for shape, layout in zip(site.shapes, layouts, strict=True) if layout is not None]
     whole = _moved_alike(live, target, dim, unbound)
     if whole is not None:
         return whole
     parts = []
-    for piece, its in zip(site.shapes, layouts, strict=True):
-        one = torch.full([1] * len(piece), NOBODY, device="cpu") if its is None else labels(its, piece)
+    for shape, layout in zip(site.shapes, layouts, strict=True):
+        one = torch.full([1] * len(shape), NOBODY, device="cpu") if layout is None else labels(layout, shape)
         one = one.unsqueeze(dim) if unbound else one
-        size = 1 if unbound else piece[dim]
+        size = 1 if unbound else shape[dim]
         parts.append(one.expand([size if d == dim else n for d, n in enumerate(one.shape)]))
     sizes = torch.broadcast_shapes(*[[1 if d == dim else n for d, n in enumerate(p.shape)] for p in parts])
     parts = [p.expand([p.shape[dim] if d == dim else n for d, n in enumerate(sizes)]) for p in parts]
@@ -153,14 +153,14 @@ def repeat(use: Use) -> Factor | None:
         return None
     target = (1,) * (len(repeats) - len(use.target)) + use.target
     split = [n for pair in zip(repeats, target, strict=True) for n in pair]
-    mark = labels(use.layout, tuple(use.g.shape)).expand(use.g.shape).reshape(split)
+    sample_index = labels(use.layout, tuple(use.g.shape)).expand(use.g.shape).reshape(split)
     value = use.g.reshape(split)
     over = [2 * d for d in range(len(repeats))]
     rows = value.permute(*over, *[d + 1 for d in over]).reshape(-1, *target)
-    first = mark.permute(*over, *[d + 1 for d in over]).reshape(len(rows), -1)
-    if first.shape[1] and not torch.equal(first, first[:, :1].expand_as(first)):
+    samples_of_rows = sample_index.permute(*over, *[d + 1 for d in over]).reshape(len(rows), -1)
+    if samples_of_rows.shape[1] and not torch.equal(samples_of_rows, samples_of_rows[:, :1].expand_as(samples_of_rows)):
         return None
-    index = first[:, 0] if first.shape[1] else first.new_full((len(rows),), -1)
+    index = samples_of_rows[:, 0] if samples_of_rows.shape[1] else samples_of_rows.new_full((len(rows),), -1)
     live = (index >= 0).to(rows.device)
     total = rows.new_zeros(use.batch, *target).index_add_(0, index.to(rows.device)[live], rows[live])
     return Dense(total.reshape(use.batch, *use.target))

@@ -5,8 +5,8 @@ the checkpoint was given. The engine knows nothing of that: it runs the outer gr
 checkpoint, the region is run in its place. So cotangents are summed, and regions let go, as in an ordinary backward.
 
 A function may use a computed tensor around it that it was not given. The engine does not know of such an edge either,
-and would come to the tensor before all of its cotangent is there: the way ends at it, and whoever asks for something
-beyond is refused.
+and would come to the tensor before all of its cotangent is there: the graph is read up to that tensor, and requests for
+anything beyond it are refused.
 """
 
 from __future__ import annotations
