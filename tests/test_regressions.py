@@ -240,3 +240,16 @@ def test_independence_of_what_cannot_be_run_backwards() -> None:
     losses = torch.cat(h.split(1)[::-1]).sum(1) + h.sum(1)
     with pytest.raises((ps.UnsupportedError, ps.InteractionError), match=r"changed in place|samples interact"):
         ps.grad(losses, [v], independent=True)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_parameter_that_was_converted_between_two_uses_is_refused(batch: int) -> None:
+    """PyTorch's graph then holds two leaves for it, of which each has a part of the gradient."""
+    w, x = nn.Parameter(torch.randn(4, 4)), torch.randn(batch, 4)
+    h = (x @ w).sin()
+    w.data = w.data.double()
+    w.data = w.data.float()
+    losses = (h @ w).sum(1)
+    for ask in (ps.grad, ps.norms):
+        with pytest.raises(ps.UnsupportedError, match="in this graph twice"):
+            ask(losses, [w])

@@ -216,6 +216,11 @@ def _one_sample(roots: Roots, params: Mapping[str, Tensor], sink: Sink, retain_g
 def check_reached(tape: Tape, params: Mapping[str, Tensor]) -> None:
     """Never answer zeros for a parameter that the graph holds under another name."""
     reached = {id(tape.graph.leaves[leaf]) for leaf in tape.leaves}
+    if len(reached) < len(tape.leaves):
+        raise UnsupportedError(
+            "a parameter is in this graph twice, as what it was before it was given another dtype or device and as "
+            "what it is now: compute the losses again, and convert parameters before or after"
+        )
     hidden = [name for name, p in params.items() if id(p) not in reached and is_sharded(p)]
     if hidden and tape.others:
         raise UnsupportedError(
