@@ -56,9 +56,7 @@ class ParameterNorms:
             self._compute([name], factor)
 
     def _compute(self, names: Sequence[str], factor: Factor) -> None:
-        self._keep(names, factor.cached_norms(self._call.space).view(len(names), self._call.batch))
-
-    def _keep(self, names: Sequence[str], norms: Tensor) -> None:
+        norms = factor.cached_norms(self._call.space).view(len(names), self._call.batch)
         self._norms.append(norms.to(self._call.device))
         self._rows.update(zip(names, count(len(self._rows)), strict=False))
 

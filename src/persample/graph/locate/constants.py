@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from ..layout import Block, Layout, Shape, reshape, same, sample_dims, simplify, strides
-from ..ops.table import lookup
+from ..ops.table import Product, lookup
 from ..read import saved
 from ..read.nodes import is_opaque
 from ..read.notes import ask
@@ -208,10 +208,9 @@ def _row_dims(node: Node, shape: Shape) -> list[int]:
 
 def constant_dims(site: Site) -> list[int]:
     """The dims of a result that constants may have brought along."""
-    op, shape, edges = site.op, site.shapes[0], site.node.next_functions
+    op, shape = site.op, site.shapes[0]
     if op.product is not None:
-        constant = "".join(own for k, own in op.product.operands.items() if edges[k][0] is None)
-        return [d for d, c in enumerate(op.product.result) if c in constant]
+        return _constant_letters(site, op.product)
     if op.convolution:
         return [d for d in range(len(shape)) if d != 1]
     if op.new_rows is not None:
@@ -219,6 +218,19 @@ def constant_dims(site: Site) -> list[int]:
     if op.flow and not op.pointwise and op.mixed_dims is None:
         dims = [d for d, n in enumerate(shape) if n > 1]
         return [d for d in dims if all(_dim_in_operand(site, k, d) is None for k, _ in site.outputs)]
+    return _dims_of_other_sizes(site)
+
+
+def _constant_letters(site: Site, product: Product) -> list[int]:
+    """The dims of a product that an operand without gradient has."""
+    edges = site.node.next_functions
+    constant = "".join(letters for k, letters in product.operands.items() if edges[k][0] is None)
+    return [d for d, c in enumerate(product.result) if c in constant]
+
+
+def _dims_of_other_sizes(site: Site) -> list[int]:
+    """The dims of a result that no operand with a gradient has in that size, where dims lie as in broadcasting."""
+    shape, edges = site.shapes[0], site.node.next_functions
     known = [tuple(saved.metadata(child)[nr].shape) for child, nr in edges if child is not None]
     lengths = [(1,) * (len(shape) - len(own)) + own for own in known]
     return [d for d, n in enumerate(shape) if not any(len(own) == len(shape) and own[d] == n for own in lengths)]

@@ -54,14 +54,9 @@ class Roots:
             places += [] if node is None else [((node, nr), layout)]
         return places
 
-    @property
-    def nodes(self) -> list[Node]:
-        """The nodes at which the graph begins."""
-        return [node for (node, _), _ in self.places]
-
     def read(self) -> Graph:
         """The graph below."""
-        return read(self.nodes, self.regions)
+        return read([node for (node, _), _ in self.places], self.regions)
 
     def tape(self, params: Iterable[Tensor], graph: Graph | None = None) -> Tape:
         """The part of the graph that leads to these leaves."""
