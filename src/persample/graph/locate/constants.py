@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from ..layout import Block, Layout, Shape, reshape, same, sample_dims, simplify, strides
+from ..ops.dims import LetterFlows
 from ..ops.table import Product, lookup
 from ..read import saved
 from ..read.nodes import is_opaque
@@ -215,7 +216,7 @@ def constant_dims(site: Site) -> list[int]:
         return [d for d in range(len(shape)) if d != 1]
     if op.new_rows is not None:
         return list(op.new_rows(site.node, shape))
-    if op.flow and not op.pointwise and op.mixed_dims is None:
+    if isinstance(op.flow, LetterFlows):
         dims = [d for d, n in enumerate(shape) if n > 1]
         return [d for d in dims if all(_dim_in_operand(site, k, d) is None for k, _ in site.outputs)]
     return _dims_of_other_sizes(site)

@@ -92,7 +92,11 @@ def unbroadcast(layout: Layout, shape: Shape, target: Shape) -> Outcome:
     return Flow.SHARED if moved is None else moved
 
 
-def by_letters(result: str, operands: Mapping[int, str]) -> dict[int, FlowRule]:
+class LetterFlows(dict[int, FlowRule]):
+    """Flows that say of every dim of the result which operands have it."""
+
+
+def by_letters(result: str, operands: Mapping[int, str]) -> LetterFlows:
     """The flows of an op whose dims have letters: those of its result, and for each operand its own.
 
     A letter that both have stays, and must have the same size in both; one that an operand lacks is summed in its
@@ -100,7 +104,7 @@ def by_letters(result: str, operands: Mapping[int, str]) -> dict[int, FlowRule]:
     ``by_letters("...nm", {0: "...nd", 1: "...md"})``. An operand of another rank, or one that was broadcast, is left to
     the data.
     """
-    return {k: _flow_of_letters(result, own) for k, own in operands.items()}
+    return LetterFlows({k: _flow_of_letters(result, own) for k, own in operands.items()})
 
 
 def _flow_of_letters(result: str, own: str) -> FlowRule:
