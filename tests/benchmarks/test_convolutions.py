@@ -43,7 +43,7 @@ def test_table_of_norms(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     monkeypatch.setattr(convolutions, "GRID", [square(2, 8, 4, 6, 3), square(2, 1, 4, 6, 3)])
     assert convolutions.main(["--norms", "--quick", "--threads", "1"]) == 0
     head, first, second, end = capsys.readouterr().out.splitlines()
-    assert head.split()[1:4] == ["stack", "patches", "pixels"]
+    assert head.split()[1:5] == ["stack", "positions", "patches", "pixels"]
     assert re.match(r"B2 8>4 6x6 k3x3 +\d+\.\d\d +\d+\.\d\d", first)
     assert re.match(r"B2 1>4 6x6 k3x3 ", second)
     assert "of 2 choices within 15%" in end

@@ -114,6 +114,18 @@ class Convolution(Factor):
         """Elements of a sample to keep in cache for the library's kernels: not all, as each call is expensive."""
         return max(self.numel, (prod(self.x.shape[1:]) + prod(self.dy.shape[1:])) // _OUTSIDE_CACHE)
 
+    def _norms_by_positions(self, space: Workspace) -> Tensor:
+        """Norms of gradients whose elements stay in the order in which products of unfolded inputs give them."""
+        patches, norms = self._patches, []
+        each = max(patches, self.numel)
+        for part in self._in_cache(space, each, each):
+            memory = space.take((part.batch, patches + self.numel), wide(self.dtype), self.device).flatten()
+            left, right = part._matrices(memory)
+            out = memory[right.numel() :].view(len(left), left.shape[2], right.shape[2])
+            torch.bmm(left.mT, right, out=out)
+            norms.append(row_norms(out.view(part.batch, self.numel).to(self.dtype)))  # infinite where that is
+        return torch.cat(norms)
+
     def _norms_by_patches(self, space: Workspace) -> Tensor:
         """Norms from the Gram matrices of cotangents and unfolded inputs."""
         groups = self.geometry.groups
@@ -137,6 +149,7 @@ class Convolution(Factor):
 
     NORMS: ClassVar[Mapping[str, Callable[[Convolution, Workspace], Tensor]]] = {
         "stack": _norms_by_stack,
+        "positions": _norms_by_positions,
         "patches": _norms_by_patches,
         "pixels": _norms_by_pixels,
     }
@@ -174,7 +187,7 @@ class Convolution(Factor):
         return roundoff(self.dtype, self.positions) * self.term_norms()
 
     def norm_bounds(self, space: Workspace | None = None) -> Tensor:
-        if self.integer_sum_needs_stack or self._way_to_norms == "stack":
+        if self.integer_sum_needs_stack or self._way_to_norms in ("stack", "positions"):
             return super().norm_bounds(space)
         self.cache_batch_independent_norms(space or Workspace())
         read, other = (self.dy, self.x) if self.geometry.transposed else (self.x, self.dy)

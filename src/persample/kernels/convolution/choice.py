@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 
 from .costs import KERNEL_COSTS, NORM_COSTS, RATES, milliseconds, rates_for
+from .patches import FEW_CHANNELS
 from .sizes import Sizes
 
 __all__ = [
@@ -64,8 +65,9 @@ def applicable(weight_size: Sequence[int]) -> tuple[str, ...]:
 def choose(sizes: Sizes, goal: Goal = "gradients") -> str:
     """The kernel that `weight_per_sample` runs, or the way to norms.
 
-    Norms are those of the gradients that a kernel writes, a few samples at a time ("stack"), or come from Gram matrices
-    of "patches" or "pixels". Inside `use_kernel`, they are those of what that kernel writes.
+    Norms are those of the gradients that a kernel writes, a few samples at a time ("stack"), or that products leave in
+    another order ("positions"), or come from Gram matrices of "patches" or "pixels". Inside `use_kernel`, they are
+    those of what that kernel writes.
     """
     return explain_choice(sizes, goal).way
 
@@ -109,7 +111,8 @@ def _estimates(sizes: Sizes, goal: Goal, cpu: str) -> Mapping[str, float]:
     if sizes.is_empty:
         return {"stack": 0.0}
     stack = _fastest_kernel(sizes, cpu) + _NORM * sizes.weights * sizes.width + _CALL
-    return {"stack": stack, **{way: milliseconds(way, sizes, cpu) for way in NORM_COSTS}}
+    ways = [way for way in NORM_COSTS if way != "positions" or sizes.d >= FEW_CHANNELS]
+    return {"stack": stack, **{way: milliseconds(way, sizes, cpu) for way in ways}}
 
 
 def _fastest_kernel(sizes: Sizes, cpu: str) -> float:

@@ -110,6 +110,19 @@ def _forward(s: Sizes, cpu: str) -> Counts:
     }
 
 
+def _positions(s: Sizes, cpu: str) -> Counts:
+    """Copies patches, channels last, multiplies, and takes norms of the products in the order in which they come."""
+    return "positions" + _layout(s), {
+        **_patches_by_position(s),
+        "products": _products(s),
+        "dy": s.width * s.cotangents,
+        "matrices": s.matrices,
+        "weights": s.width * s.weights,
+        "steps": _steps(s, max(s.patches, s.weights)),
+        "call": 1,
+    }
+
+
 def _patch_gram(s: Sizes, cpu: str) -> Counts:
     """Copies patches, one row for each position, and multiplies them and dy with themselves."""
     pairs = s.matrices * s.T * (s.T + min(s.T, BLOCK)) / 2
@@ -186,5 +199,5 @@ KERNEL_COSTS: Mapping[str, Formula] = {
     "unfold": _unfold,
     "forward": _forward,
 }
-NORM_COSTS: Mapping[str, Formula] = {"patches": _patch_gram, "pixels": _pixel_gram}
+NORM_COSTS: Mapping[str, Formula] = {"positions": _positions, "patches": _patch_gram, "pixels": _pixel_gram}
 FORMULAS: Mapping[str, Formula] = {**KERNEL_COSTS, **NORM_COSTS, "sum": _sum}
