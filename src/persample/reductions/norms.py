@@ -50,10 +50,17 @@ class ParameterNorms:
 
     def add(self, name: str, factor: Factor) -> None:
         """Compute the norms of one parameter. Parts wait for each other: their whole computes all norms at once."""
-        if isinstance(factor, Part):
-            self._parts[name] = factor
-        else:
+        if not isinstance(factor, Part):
             self._compute([name], factor)
+            return
+        self._parts[name] = factor
+        if factor.place == factor.count - 1:  # the last one, after which nobody else may need the whole
+            self._compute_parts()
+
+    def _compute_parts(self) -> None:
+        for names, whole in regroup(self._parts):
+            self._compute(names, whole)
+        self._parts = {}
 
     def _compute(self, names: Sequence[str], factor: Factor) -> None:
         norms = factor.cached_norms(self._call.space).view(len(names), self._call.batch)
@@ -62,9 +69,7 @@ class ParameterNorms:
 
     def by_group(self, groups: Groups) -> Mapping[Hashable, Tensor]:
         """(B,) in float64 for every group."""
-        for names, whole in regroup(self._parts):
-            self._compute(names, whole)
-        self._parts = {}
+        self._compute_parts()
         every = torch.cat(self._norms).t() if self._norms else self._call.zeros(self._call.batch, 0)
         return {key: self._of_group(every, names) for key, names in groups.members.items()}
 
