@@ -115,7 +115,7 @@ class GPT(nn.Module):
         self.shared_positions = True  # peers that look at modules need them once per sample
 
     def forward(self, ids: Tensor) -> Tensor:
-        places = torch.arange(ids.shape[1])
+        places = torch.arange(ids.shape[1], device=ids.device)
         x = self.token(ids) + self.position(places if self.shared_positions else places.repeat(len(ids), 1))
         return self.head(self.norm(self.blocks(x)))  # type: ignore[no-any-return]
 

@@ -1,4 +1,4 @@
-"""Comparing persample with the definition: what to run first on a new model."""
+"""Comparing persample with the definition."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._errors import PerformanceWarning
-from ._table import render
-from .checks import check_losses
-from .graph.read.roots import Roots
-from .params import Params, named
-from .verbs import grad
+from .._errors import PerformanceWarning
+from .._table import render
+from ..checks import check_losses
+from ..graph.read.roots import Roots
+from ..params import Params, named
+from ..verbs import grad
 
 __all__ = ["Report", "Row", "check", "definition"]
 
