@@ -8,7 +8,7 @@ Index letters, here and in every rule: B samples, T positions, d in, p out, G gr
 """
 
 from .base import Factor
-from .bounded import bounded_sums
+from .bounded import bounded_sums, terms_are_bounded
 from .combine import Sum, View, combine
 from .convolution import Convolution
 from .deferred import Deferred
@@ -36,4 +36,5 @@ __all__ = [
     "one_by_one",
     "regroup",
     "split",
+    "terms_are_bounded",
 ]

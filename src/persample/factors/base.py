@@ -243,10 +243,14 @@ class Factor(ABC):
                 return torch.empty(0, dtype=torch.long, device=self.device)
             norms = self.cached_norms(space)
             if not hasattr(self, "_cancelling"):  # the way to norms may have shown them
-                dtype = wide(self.dtype).to_real()
-                digits = 1e-9 if dtype == torch.float64 else 1e-4
-                self._cancelling = (torch.finfo(dtype).eps * self.term_norms() > digits * norms).nonzero().squeeze(1)
+                self._cancelling = (self.term_norms() > self.largest_cancellation * norms).nonzero().squeeze(1)
         return self._cancelling
+
+    @property
+    def largest_cancellation(self) -> float:
+        """How many times larger than their sum the terms may be, before their rounding errors show in it."""
+        dtype = wide(self.dtype).to_real()
+        return (1e-9 if dtype == torch.float64 else 1e-4) / torch.finfo(dtype).eps
 
     def upcast(self, dtype: torch.dtype | None = None) -> Factor:
         """These gradients computed in a wider dtype; by default in float32, where it would be in half precision."""

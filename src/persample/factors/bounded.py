@@ -4,34 +4,60 @@
 rounding errors remain in the sum, and may be larger than the sample's clipped gradient. Such gradients are written out
 first, so that what is clipped includes their rounding errors. The bound holds up to a few digits; sums without any
 rounding are in `integer_sums`.
+
+Where numbers cannot be looked at, nothing is written out: `terms_are_bounded` says whether that was right.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from ..kernels.devices import can_look
 from ..kernels.norms import wide
 from .base import Factor
 from .part import regroup, split
 from .stacks import real_rows
 from .workspace import Workspace
 
-_SMALLEST_WEIGHT = 1e-30  # below, float32 loses digits
+SMALLEST_WEIGHT = 1e-30  # below, float32 loses digits
 _SMALL_SUM = 2**15  # bytes; larger sums of several parameters cost a copy that shows when they are made at once
 
 
 def bounded_sums(factors: dict[str, Factor], weights: Tensor, space: Workspace) -> dict[str, Tensor]:
     """`bounded_sum` of every factor, in its own dtype; ``factors`` is emptied on the way."""
-    tiny, sums = _tiny_weights(weights), dict[str, Tensor]()
+    tiny, sums = _tiny_weights(weights) if can_look(weights.device) else None, dict[str, Tensor]()
     for names, whole in regroup(factors):
         for name in names:
             del factors[name]
-        totals = _bounded_sums_of_parts(whole, len(names), weights, tiny, space)
+        if tiny is None and len(names) == 1:
+            totals: Sequence[Tensor] = [whole.weighted_sum(weights.to(whole.device), space)]
+        elif tiny is None:
+            totals = whole.weighted_sums_of_parts(len(names), weights.to(whole.device), space)
+        else:
+            totals = _bounded_sums_of_parts(whole, len(names), weights, tiny, space)
         sums.update((name, total.to(whole.dtype)) for name, total in zip(names, totals, strict=True))
     return sums
+
+
+def terms_are_bounded(factors: Mapping[str, Factor], space: Workspace) -> list[Tensor]:
+    """() each: do the terms of all samples cancel so little that none has to be written out?"""
+    answers = []
+    for most, pairs in _terms_and_norms(factors, space).items():
+        terms, sums = (torch.cat(every) for every in zip(*pairs, strict=True))
+        answers.append((terms <= most * sums).all())
+    return answers
+
+
+def _terms_and_norms(factors: Mapping[str, Factor], space: Workspace) -> dict[float, list[tuple[Tensor, Tensor]]]:
+    """The norms of terms that may cancel, and of their sums, by how much larger the former may be."""
+    pairs: dict[float, list[tuple[Tensor, Tensor]]] = {}
+    for _, whole in regroup(factors):
+        if whole.may_cancel and whole.batch and whole.numel:
+            pairs.setdefault(whole.largest_cancellation, []).append((whole.term_norms(), whole.cached_norms(space)))
+    return pairs
 
 
 def _bounded_sums_of_parts(
@@ -63,7 +89,7 @@ def bounded_sum(factor: Factor, weights: Tensor, space: Workspace | None = None,
 
 def _tiny_weights(weights: Tensor) -> Tensor:
     """The indices of weights that are not zero, but too small for float32."""
-    return ((weights < _SMALLEST_WEIGHT) & (weights > 0)).nonzero().squeeze(1)
+    return ((weights < SMALLEST_WEIGHT) & (weights > 0)).nonzero().squeeze(1)
 
 
 def _sum_of_stacks(factor: Factor, weights: Tensor, space: Workspace) -> Tensor:

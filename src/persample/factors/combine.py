@@ -205,7 +205,8 @@ class Sum(Factor):
         if table is None:
             return super()._compute_norms(space)
         norms = with_untrusted_recomputed(self, *tied_norms(*table, space), space)
-        del self._cancelling  # which misses what cancels within each of the two terms
+        if hasattr(self, "_cancelling"):
+            del self._cancelling  # which misses what cancels within each of the two terms
         return norms
 
     def term_norms(self) -> Tensor:

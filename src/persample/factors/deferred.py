@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from ..kernels.devices import can_look
 from ..kernels.norms import wide
 from .base import Factor, Selection, Shape
 from .integer_sums import STACK_ELEMENTS, STACK_POSITIONS, ChunkedSum, IntegerSum
 from .limits import Unit, roundoff
-from .outer import Outer
+from .outer import Outer, prefers_stack
 from .workspace import Workspace
 
 
@@ -70,11 +71,11 @@ class Deferred(Factor):
         return out
 
     def prefers_stack(self, reused: bool) -> bool:
-        p, d = self.shape
-        left, right = (torch.empty(1, self.positions, n, dtype=self.dtype, device="meta") for n in (p, d))
-        return Outer(left, right).prefers_stack(reused)
+        return prefers_stack(self.positions, *self.shape, self.dtype, self.device, reused=reused, shared=False)
 
     def _compute_norms(self, space: Workspace) -> Tensor:
+        if not can_look(self.device):
+            return torch.cat([part.cached_norms(space) for _, part in self._parts()])
         norms, cancelling = [], []
         for some, part in self._parts():
             norms.append(part.norms(space))

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ..kernels.devices import can_look
 from ..kernels.norms import row_norms, wide, widest
 from .base import Factor, Selection, Shape
 from .precise import precise_stacks, recompute_cancelled
-from .stacks import copied_to, real_rows
+from .stacks import copied_to, real_rows, separated
 from .workspace import Workspace
 
 
@@ -80,7 +81,7 @@ class Dense(Factor):
             return super().weighted_sums_of_parts(count, weights, space)
         rows = real_rows(self.value).view(count, len(weights), self.numel)
         sums = weights.to(rows.dtype).expand(count, 1, len(weights)) @ rows
-        return [total.clone() for total in sums.view(count, *self.shape)]
+        return separated(sums.view(count, *self.shape))
 
 
 class DenseCopy(Dense):
@@ -122,7 +123,7 @@ class Masked(Factor):
     may_cancel = False
 
     def __init__(self, value: Tensor, index: Tensor, batch: int) -> None:
-        self.value, self.index, self._batch = value, index.to(value.device), batch
+        self.value, self.index, self._batch = value, index.to(value.device, non_blocking=True), batch
 
     @property
     def batch(self) -> int:
@@ -145,7 +146,7 @@ class Masked(Factor):
     def stack(self, out: Tensor | None = None) -> Tensor:
         if out is None:
             out = self.value.new_empty(self._batch, *self.value.shape)
-        if self.index.numel() == 1:
+        if self.index.numel() == 1 and can_look(self.device):
             out.zero_()
             if (sample := int(self.index)) >= 0:
                 out[sample] = self.value
@@ -155,7 +156,7 @@ class Masked(Factor):
         return out.copy_(self.value.unsqueeze(0).expand_as(out)).masked_fill_(~owned, 0)
 
     def add_to(self, out: Tensor) -> None:
-        if self.index.numel() == 1:
+        if self.index.numel() == 1 and can_look(self.device):
             if (sample := int(self.index)) >= 0:
                 out[sample] += self.value
         else:

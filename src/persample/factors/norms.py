@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..kernels.devices import can_look
 from ..kernels.gram import gram_norms
 from ..kernels.norms import row_norms
 from .workspace import Workspace
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 
 def norms_from_stacks(factor: Factor, space: Workspace) -> Tensor:
     """(B,): the norms of gradients that are written out, a few samples at a time."""
-    return torch.cat([row_norms(stack) for _, stack in factor.stacks(space)])
+    norms = [row_norms(stack) for _, stack in factor.stacks(space)]
+    return norms[0] if len(norms) == 1 else torch.cat(norms)
 
 
 def norms_from_gram(
@@ -45,7 +47,12 @@ def norms_from_gram(
 
 
 def with_untrusted_recomputed(factor: Factor, norms: Tensor, trusted: Tensor, space: Workspace) -> Tensor:
-    """``norms``, where those that are not ``trusted`` are replaced by norms of gradients that are written out."""
+    """``norms``, where those that are not ``trusted`` are replaced by norms of gradients that are written out.
+
+    Where numbers cannot be looked at, all are computed such that they can be trusted.
+    """
+    if not can_look(factor.device):
+        return norms
     factor._cancelling = (~trusted).nonzero().squeeze(1)
     if factor._cancelling.numel():
         norms[factor._cancelling] = norms_from_stacks(factor[factor._cancelling], space)

@@ -3,22 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
+from math import inf, prod
 
 import torch
 from torch import Tensor
 
+from ..kernels.devices import can_look, has_fast_float64
 from ..kernels.gram import BLOCK, terms_in
 from ..kernels.norms import row_norms, wide, widest
 from .base import Factor, Selection, Shape
 from .integer_sums import STACK_ELEMENTS, STACK_POSITIONS, IntegerSum, ProductSum
 from .limits import Unit, gram_bounds, roundoff
 from .norms import norms_from_gram
+from .stacks import separated
 from .workspace import Workspace
 
 # What writing and reading one element costs, in multiplications of a matrix product: of both Gram matrices, of a stack
 # in scratch memory, and of a stack that is kept and read twice.
 _GRAM_COST, _SCRATCH_COST, _KEPT_COST = 60, 12, 30
+
+
+# The same for accelerators, by arithmetic: ten products take as long as a byte of memory traffic. Their Gram matrices are
+# whole, and in float64, which takes twice as long.
+_ACCELERATOR_STACK, _ACCELERATOR_REREAD, _ACCELERATOR_PAIR, _ACCELERATOR_CAST = 80, 40, 320, 120
+
+
+def prefers_stack(T: int, p: int, d: int, dtype: torch.dtype, device: torch.device, *, reused: bool, shared: bool) -> bool:
+    """Do Gram matrices of T positions cost more than a stack of p x d elements? One that is reused saves T·p·d later."""
+    if T <= 1:
+        return False
+    if dtype.is_complex:
+        return True
+    if can_look(device):
+        pairs = T * (T + min(T, BLOCK)) // 2
+        gram, stack = pairs * ((p // 2 if shared else p) + d + _GRAM_COST), p * d * (T + _SCRATCH_COST)
+        return gram > (p * d * _KEPT_COST if reused else stack)
+    stack = p * d * (T + _ACCELERATOR_STACK)
+    precise = dtype in (torch.float32, torch.bfloat16) and has_fast_float64(device)
+    gram = T * T * (2 * (p + d) + _ACCELERATOR_PAIR) + T * (p + d) * _ACCELERATOR_CAST if precise else inf
+    return min(gram, stack) + p * d * T > stack + p * d * _ACCELERATOR_REREAD if reused else gram > stack
 
 
 class Outer(Factor):
@@ -104,16 +127,8 @@ class Outer(Factor):
         return rows.stack().flatten(1)[:, start:stop]
 
     def prefers_stack(self, reused: bool) -> bool:
-        """Do two Gram matrices, T²(p + d) / 2, cost more than a stack, T·p·d? One that is reused saves T·p·d later."""
-        T, p, d = self.positions, self.left.shape[-1], self.right.shape[-1]
-        if T <= 1:
-            return False
-        if self.dtype.is_complex:
-            return True
-        pairs, shared = T * (T + min(T, BLOCK)) // 2, self.memo is not None
-        return pairs * ((p // 2 if shared else p) + d + _GRAM_COST) > p * d * (
-            _KEPT_COST if reused else T + _SCRATCH_COST
-        )
+        sizes = self.positions, self.left.shape[-1], self.right.shape[-1]
+        return prefers_stack(*sizes, self.dtype, self.device, reused=reused, shared=self.memo is not None)
 
     def _compute_norms(self, space: Workspace) -> Tensor:
         if not self.positions:
@@ -129,17 +144,31 @@ class Outer(Factor):
         if self.scale != 1.0:
             each *= abs(self.scale)
         limit = torch.finfo(self.dtype).max
-        if bool((each > limit).any()):  # infinite where an element is too large for the gradients' dtype
+        # Infinite where an element is too large for the gradients' dtype. Norms beyond float32 become so by themselves.
+        if bool((each > limit).any()) if can_look(self.device) else self.dtype == torch.float16:
             largest = left.abs().amax(1).to(each) * right.abs().amax(1).to(each) * abs(self.scale)
             each = each.masked_fill(largest > limit, float("inf"))
         return each if self.left.ndim == 3 else row_norms(each.view(self.batch, -1))
 
     def _gram_norms(self, space: Workspace) -> Tensor:
+        if not can_look(self.device):
+            return self._precise_gram_norms(space)
         dtype, T, groups = wide(self.dtype), self.positions, prod(self.left.shape[1:-2])
         some = space.chunks(self.batch, 2 * groups * min(T, BLOCK) * T * dtype.itemsize)
         both = self.left, self.right
         pairs = ([t[b].to(dtype).reshape(-1, T, t.shape[-1]) for t in both] for b in some)
         return norms_from_gram(self, pairs, groups, space, abs(self.scale), self.memo)
+
+    def _precise_gram_norms(self, space: Workspace) -> Tensor:
+        """Norms from Gram matrices in float64. Their errors are a root of its, hence those of float32 at most."""
+        T, groups = self.positions, prod(self.left.shape[1:-2])
+        each = groups * T * (2 * T + self.left.shape[-1] + self.right.shape[-1]) * widest(self.device).itemsize
+        norms = []
+        for some in space.chunks(self.batch, each):
+            left, right = (t[some].to(widest(self.device)) for t in (self.left, self.right))
+            squares = torch.matmul(left, left.mT).mul_(torch.matmul(right, right.mT)).sum((-2, -1))
+            norms.append(squares.flatten(1).sum(1) if groups != 1 else squares.flatten())
+        return torch.cat(norms).clamp_(min=0).sqrt_().mul_(abs(self.scale))
 
     def term_norms(self) -> Tensor:
         """Σ_t ‖l_t‖‖r_t‖ ≤ ‖l‖‖r‖."""
@@ -184,7 +213,7 @@ class Outer(Factor):
         """One batched product for all parts."""
         if self.left.ndim != 3:
             return super().weighted_sums_of_parts(count, weights, space)
-        return [total.clone() for total in _sums_of_parts(*self._weighted(weights.repeat(count)), count)]
+        return separated(_sums_of_parts(*self._weighted(weights.repeat(count)), count))
 
     def _weighted(self, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Both sides in float32 or wider, the smaller one times weights and scale."""

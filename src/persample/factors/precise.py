@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..kernels.devices import can_look, has_fast_float64
 from ..kernels.norms import row_norms, wide
 from .workspace import Workspace
 
@@ -31,7 +32,12 @@ def precise_stacks(factor: Factor, space: Workspace) -> Iterator[tuple[slice, Te
 
 
 def recompute_cancelled(factor: Factor, stack: Tensor) -> Tensor:
-    """Overwrite those gradients in ``stack`` whose terms cancel with results of float64. (B,): the norms."""
+    """Overwrite those gradients in ``stack`` whose terms cancel with results of float64. (B,): the norms.
+
+    Where looking for them costs more than float64, all are overwritten.
+    """
+    if not can_look(stack.device) and has_fast_float64(stack.device):
+        return row_norms(stack.copy_(factor.upcast(torch.float64).stack()))
     norms = row_norms(stack)
     cancelled = (factor.term_norms() > _CANCELLATION * norms).nonzero().squeeze(1)
     if cancelled.numel():

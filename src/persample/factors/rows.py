@@ -8,6 +8,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from ..kernels.devices import can_look
 from ..kernels.norms import row_norms, wide
 from .base import Factor, Selection, Shape
 from .integer_sums import IntegerSum, RowsSum
@@ -16,13 +17,19 @@ from .stacks import real_rows, squares
 from .workspace import Workspace
 
 
+_SMALL_TABLE = 4  # times as many rows as a sample has positions: not worth sorting ids
+
+
 class Rows(Factor):
-    """gradient[b, ids[b, t]] += dy[b, t], for ids (B, T) and dy (B, T, *row) of a table (V, *row); id -1 is skipped."""
+    """gradient[b, ids[b, t]] += dy[b, t], for ids (B, T) and dy (B, T, *row) of a table (V, *row).
 
-    __slots__ = ("dy", "ids", "size")
+    If it ``skips``, an id may be -1, and its cotangent is left out.
+    """
 
-    def __init__(self, ids: Tensor, dy: Tensor, size: int) -> None:
-        self.ids, self.dy, self.size = ids, dy, size
+    __slots__ = ("dy", "ids", "size", "skips")
+
+    def __init__(self, ids: Tensor, dy: Tensor, size: int, *, skips: bool = True) -> None:
+        self.ids, self.dy, self.size, self.skips = ids, dy, size, skips
 
     @property
     def batch(self) -> int:
@@ -42,12 +49,13 @@ class Rows(Factor):
         return self.dy, self.ids
 
     def __getitem__(self, samples: Selection) -> Rows:
-        return Rows(self.ids[samples], self.dy[samples], self.size)
+        return Rows(self.ids[samples], self.dy[samples], self.size, skips=self.skips)
 
     @staticmethod
     def concatenate(factors: Sequence[Rows]) -> Rows:
         """One factor for the sum: positions of all of them, one after another."""
-        return Rows(torch.cat([f.ids for f in factors], 1), torch.cat([f.dy for f in factors], 1), factors[0].size)
+        ids, dy = torch.cat([f.ids for f in factors], 1), torch.cat([f.dy for f in factors], 1)
+        return Rows(ids, dy, factors[0].size, skips=any(f.skips for f in factors))
 
     def stack(self, out: Tensor | None = None) -> Tensor:
         if out is None:
@@ -65,11 +73,24 @@ class Rows(Factor):
         out.view(self.batch * self.size, *self.dy.shape[2:]).index_add_(0, places, values.to(out.dtype))
 
     def _used_rows(self) -> tuple[Tensor, Tensor]:
-        """The places b·V + id of all rows that are used, and their cotangents; ids of -1 are left out."""
-        offset = torch.arange(self.batch, device=self.ids.device).unsqueeze(1) * self.size
-        live, places = (self.ids >= 0).reshape(-1), (self.ids + offset).reshape(-1)
-        values = self.dy.reshape(len(places), *self.dy.shape[2:])
+        """The places b·V + id of all rows that are used, and their cotangents.
+
+        Ids of -1 are left out, or, where numbers cannot be looked at, zeros go to another row.
+        """
+        ids, values = self.ids, self.dy.reshape(self.ids.numel(), *self.dy.shape[2:])
+        if self.skips and not can_look(self.device):
+            values = values.masked_fill((ids < 0).view(-1, *[1] * (values.ndim - 1)), 0)
+            ids = ids.clamp(min=0)
+        places = (ids + self._starts(self.size)).reshape(-1)
+        if not self.skips or not can_look(self.device):
+            return places, values
+        live = (ids >= 0).reshape(-1)
         return (places, values) if bool(live.all()) else (places[live], values[live])
+
+    def _starts(self, step: int) -> Tensor:
+        """(B, 1): where the rows of every sample start, with ``step`` rows for each."""
+        step = max(step, 1)
+        return torch.arange(0, self.batch * step, step, device=self.device).unsqueeze(1)
 
     def elements(self, start: int, stop: int) -> Tensor | None:
         if self.dtype.is_complex:
@@ -91,7 +112,28 @@ class Rows(Factor):
         totals.index_add_(0, inverse, values.to(totals.dtype))
         return used // self.size, used % self.size, totals
 
+    def _row_gradients_without_looking(self) -> tuple[Tensor, Tensor]:
+        """(B, T) and (B, T, *row): the ids that a sample uses, once each, and their rows' gradients.
+
+        As many as there are positions: what is left over has the id V, and zeros.
+        """
+        ids, order = self.ids.sort(1)
+        first = torch.ones_like(ids, dtype=torch.bool)
+        torch.ne(ids[:, 1:], ids[:, :-1], out=first[:, 1:])
+        place = first.cumsum(1) + (self._starts(self.positions) - 1)
+        ids = torch.full_like(ids, self.size).view(-1).scatter_(0, place.view(-1), ids.view(-1)).view(ids.shape)
+        place = torch.empty_like(place).scatter_(1, order, place)
+        values = self.dy.flatten(0, 1).to(wide(self.dtype))
+        if self.skips:
+            values = values.masked_fill((self.ids < 0).view(-1, *[1] * (values.ndim - 1)), 0)
+            ids = ids.masked_fill(ids < 0, self.size)
+        totals = torch.zeros_like(values).index_add_(0, place.view(-1), values)
+        return ids, totals.view(*ids.shape, *values.shape[1:])
+
     def _compute_norms(self, space: Workspace) -> Tensor:
+        if not can_look(self.device):
+            small = self.size <= _SMALL_TABLE * self.positions
+            return super()._compute_norms(space) if small else row_norms(self._row_gradients_without_looking()[1])
         sample, _, totals = self._row_gradients()
         each = row_norms(totals)
         largest = each.new_zeros(self.batch).scatter_reduce_(0, sample, each, "amax")
@@ -104,7 +146,9 @@ class Rows(Factor):
         return row_norms(self.dy.flatten(0, 1)).view(self.ids.shape).sum(1)
 
     def upcast(self, dtype: torch.dtype | None = None) -> Rows:
-        return self if dtype is None else Rows(self.ids, self.dy.to(torch.promote_types(dtype, self.dtype)), self.size)
+        if dtype is None:
+            return self
+        return Rows(self.ids, self.dy.to(torch.promote_types(dtype, self.dtype)), self.size, skips=self.skips)
 
     def rounding_errors(self) -> Tensor:
         return roundoff(self.dtype, self.positions) * self.term_norms()
@@ -125,6 +169,8 @@ class Rows(Factor):
 
     def sum_squares(self, center: Tensor | None = None, space: Workspace | None = None) -> Tensor:
         """A row that a sample does not use deviates by 0 - center."""
+        if not can_look(self.device):
+            return self._sum_squares_without_looking(center)
         _, ids, totals = self._row_gradients()
         dtype = wide(self.dtype).to_real()
         total = torch.zeros(self.shape, dtype=dtype, device=self.device)
@@ -136,6 +182,23 @@ class Rows(Factor):
         total.index_add_(0, ids, squares(deviations)).addcmul_(unused, squares(center))
         summed = (-center * unused).index_add_(0, ids, deviations)
         return total.sub_(squares(summed) / max(self.batch, 1)).clamp_(min=0)
+
+    def _sum_squares_without_looking(self, center: Tensor | None) -> Tensor:
+        """`sum_squares`, with a row more for what is left over."""
+        ids, totals = (t.flatten(0, 1) for t in self._row_gradients_without_looking())
+        dtype, rows = wide(self.dtype).to_real(), (self.size + 1, *self.shape[1:])
+        total = torch.zeros(rows, dtype=dtype, device=self.device)
+        if center is None:
+            return total.index_add_(0, ids, squares(totals))[: self.size]
+        center = torch.cat([center.to(totals.dtype), totals.new_zeros(1, *self.shape[1:])])
+        uses = torch.zeros(self.size + 1, dtype=dtype, device=self.device)
+        unused = (self.batch - uses.index_add_(0, ids, torch.ones_like(ids, dtype=dtype))).view(
+            -1, *[1] * (total.ndim - 1)
+        )
+        deviations = totals - center[ids]
+        total.index_add_(0, ids, squares(deviations)).addcmul_(unused, squares(center))
+        summed = (-center * unused).index_add_(0, ids, deviations)
+        return total.sub_(squares(summed) / max(self.batch, 1)).clamp_(min=0)[: self.size]
 
     def dot(self, directions: Tensor, space: Workspace | None = None) -> Tensor:
         products = torch.zeros(self.batch, len(directions), dtype=wide(self.dtype).to_real(), device=self.device)
@@ -153,6 +216,8 @@ class Rows(Factor):
         space = space or Workspace()
         dtype = wide(self.dtype).to_real()
         total = torch.zeros(self.batch, other.batch, dtype=dtype, device=self.device)
+        if not can_look(self.device):
+            return self._gram_without_looking(other, space, total)
         common = torch.unique(self.ids[torch.isin(self.ids.contiguous(), other.ids.contiguous())])
         common = common[common >= 0]
         row = prod(self.shape[1:]) * wide(self.dtype).itemsize
@@ -160,6 +225,17 @@ class Rows(Factor):
             mine, theirs = self._only(common[some]), other._only(common[some])
             total.addmm_(real_rows(mine.stack()), real_rows(theirs.stack()).t())
         return total
+
+    def _gram_without_looking(self, other: Rows, space: Workspace, out: Tensor) -> Tensor:
+        """Inner products of all rows of a few samples with all of the other's, where both have the same id."""
+        ids, rows = other.ids.reshape(1, -1), real_rows(other.dy.flatten(0, 1))
+        each = self.positions * (rows.nbytes // max(len(rows), 1) + 2 * ids.numel() * out.dtype.itemsize)
+        for some in space.chunks(self.batch, each):
+            mine = self.ids[some].reshape(-1, 1)
+            products = real_rows(self.dy[some].flatten(0, 1)) @ rows.t()
+            products = torch.where((mine == ids) & (mine >= 0), products, 0)
+            out[some] = products.view(-1, self.positions, other.batch, other.positions).sum((1, 3))
+        return out
 
     def _only(self, ids: Tensor) -> Rows:
         """The gradients of the rows ``ids`` alone, which are sorted."""

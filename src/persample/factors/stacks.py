@@ -7,6 +7,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from ..kernels.devices import can_look
+from ..kernels.library import copied_at_once
 from ..kernels.norms import wide
 
 
@@ -32,3 +34,10 @@ def squares(t: Tensor) -> Tensor:
 def copied_to(out: Tensor | None, value: Tensor) -> Tensor:
     """``value``, copied into the buffer ``out`` if there is one."""
     return value if out is None else out.copy_(value)
+
+
+def separated(totals: Tensor) -> list[Tensor]:
+    """The rows of a tensor, in memory of their own."""
+    if can_look(totals.device):
+        return [total.clone() for total in totals]
+    return copied_at_once(totals.unbind())

@@ -85,7 +85,7 @@ def sample_dims(layout: Layout, shape: Shape) -> Shape:
 def labels(layout: Layout, shape: Shape, device: torch.device | str = "cpu") -> Tensor:
     """The sample of every element, as a tensor that broadcasts to ``shape``."""
     if isinstance(layout, Labels):
-        return layout.index.to(device)
+        return layout.index.to(device, non_blocking=True)
     varying = _block_dims(shape, layout.batch, layout.inner)
     sizes = tuple(shape[d] if d in varying else 1 for d in range(len(shape)))
     steps = strides(shape)

@@ -22,6 +22,11 @@ class SampleRows:
         self._rows = rows
         self._order: Tensor | None = None
 
+    @property
+    def is_ragged(self) -> bool:
+        """May samples have different numbers of rows?"""
+        return self._rows is not None
+
     @classmethod
     def labelled(cls, batch: int, rows: Tensor) -> SampleRows:
         """Row n belongs to sample rows[n]; -1 is nobody's."""
@@ -49,7 +54,7 @@ class SampleRows:
             return (
                 t.reshape(self.a, self.batch, self.b, *rest).transpose(0, 1).reshape(self.batch, self.a * self.b, *rest)
             )
-        order = self.order().to(t.device)
+        order = self.order().to(t.device, non_blocking=True)
         picked = t.index_select(0, order.clamp(min=0).reshape(-1)) if len(t) else t.new_zeros(order.numel(), *rest)
         picked = picked.reshape(*order.shape, *rest)
         return picked.masked_fill((order < 0).reshape(*order.shape, *[1] * len(rest)), 0)
@@ -61,10 +66,10 @@ class SampleRows:
             if self.a == self.b == 1:
                 return t.reshape(self.batch, *rest)
             return t.reshape(self.a, self.batch, self.b, *rest).sum((0, 2))
-        rows = self._rows.to(t.device)
-        live = rows >= 0
-        result = t.new_zeros(self.batch, *t.shape[1:])
-        return result.index_add_(0, rows[live], t[live])
+        rows = self._rows
+        nobodys = int(bool((rows < 0).any()))  # one row more, for all of these
+        rows = torch.where(rows < 0, self.batch, rows).to(t.device, non_blocking=True)
+        return t.new_zeros(self.batch + nobodys, *t.shape[1:]).index_add_(0, rows, t)[: self.batch]
 
     def order(self) -> Tensor:
         """(B, T): the rows of every sample, -1 where it has fewer."""

@@ -16,6 +16,7 @@ from .geometry import Geometry
 
 __all__ = [
     "convolution",
+    "copied_at_once",
     "distance_gradient",
     "group_norm_sums",
     "input_gradient",
@@ -87,6 +88,14 @@ def group_norm_sums(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> tuple[T
     scale = torch.empty(len(g), dtype=g.dtype, device=g.device)  # only its presence is asked for
     _, d_scale, d_shift = _aten.native_group_norm_backward(*images, scale, *sizes, (False, True, True))
     return d_scale, d_shift
+
+
+def copied_at_once(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of several tensors, by one kernel where a device has one for it."""
+    copies = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in tensors]
+    if copies:
+        torch._foreach_copy_(copies, list(tensors))
+    return copies
 
 
 def distance_gradient(g: Tensor, x: Tensor, y: Tensor, p: float, distances: Tensor) -> Tensor:

@@ -3,7 +3,8 @@
 A float32 sum of squares is wrong in three ways: elements above 1.8e19 overflow, those below 1e-19 vanish, and sums of
 millions of terms lose digits. Short rows are summed in float64 right away. Of longer ones, short runs are summed in the
 tensor's own precision, the runs' norms in float64, and rows that came out as 0, inf or nan are looked at again: in
-float64, or scaled by their largest element. How a row is summed depends on its own length and numbers alone.
+float64, or scaled by their largest element. How a row is summed depends on its own length and numbers alone. Where
+numbers cannot be looked at, all rows are summed in float64, or scaled.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from math import inf
 
 import torch
 from torch import Tensor
+
+from .devices import can_look, has_float64
 
 __all__ = ["row_norms", "wide", "widest"]
 
@@ -26,7 +29,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def widest(device: torch.device) -> torch.dtype:
     """The dtype that norms are kept in: float64 where the device has it."""
-    return torch.float32 if device.type == "mps" else torch.float64
+    return torch.float64 if has_float64(device) else torch.float32
 
 
 def row_norms(rows: Tensor) -> Tensor:
@@ -39,8 +42,11 @@ def row_norms(rows: Tensor) -> Tensor:
         return torch.zeros(rows.shape[0], dtype=widest(rows.device), device=rows.device)
     flat = (torch.view_as_real(rows.resolve_conj()) if rows.is_complex() else rows).reshape(rows.shape[0], -1)
     dtype = widest(flat.device)
-    if flat.shape[1] <= _RUN and wide(flat.dtype) != dtype:  # no square is too large or too small for the wider one
-        return _norm(flat, dtype)
+    looks = can_look(flat.device)
+    if wide(flat.dtype) != dtype and (flat.shape[1] <= _RUN or not looks):
+        return _norm(flat, dtype)  # no square is too large or too small for the wider one
+    if not looks:
+        return _scaled(flat)
     norms, small = _summed(flat), _SMALL[wide(flat.dtype)]
     low, high = torch.aminmax(norms)
     if low.item() > small and high.item() < inf:  # neither is true of NaN
@@ -54,7 +60,7 @@ def row_norms(rows: Tensor) -> Tensor:
 def _summed(flat: Tensor) -> Tensor:
     """The norm of every row, from norms of runs in the row's own precision, which are added up in float64."""
     n, dtype, high = flat.shape[1], wide(flat.dtype), widest(flat.device)
-    if n <= _RUN or dtype == high:
+    if n <= _RUN or dtype == torch.float64:
         return _norm(flat, dtype).to(high)
     runs = n // _RUN
     parts = _norm(flat[:, : runs * _RUN].unflatten(1, (runs, _RUN)), dtype).to(high)
@@ -73,8 +79,5 @@ def _norm(t: Tensor, dtype: torch.dtype) -> Tensor:
 def _scaled(flat: Tensor) -> Tensor:
     """The norm of every row, divided by its largest element first, so that no square overflows or vanishes."""
     largest: Tensor = torch.linalg.vector_norm(flat, inf, dim=1).to(widest(flat.device))
-    norms = largest.clone()  # right for rows of zeros, infinities and NaNs
-    ordinary = ((largest > 0) & largest.isfinite()).nonzero().squeeze(1)
-    rows = flat.index_select(0, ordinary).to(widest(flat.device)) / largest[ordinary].unsqueeze(1)
-    norms[ordinary] = _norm(rows, rows.dtype) * largest[ordinary]
-    return norms
+    scale = torch.where((largest > 0) & (largest < inf), largest, 1)  # rows of zeros, infinities and NaNs stay so
+    return _summed(flat.to(scale.dtype) / scale.unsqueeze(1)) * scale

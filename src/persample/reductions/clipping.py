@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from copy import copy
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._errors import NonFiniteError
-from ..factors import Factor, bounded_sums
+from ..factors import Factor, bounded_sums, terms_are_bounded
 from ..factors.base import Selection
+from ..factors.bounded import SMALLEST_WEIGHT
+from ..kernels.devices import can_look, looking
 from .base import Call, Reduction
 from .groups import Groups, Per, as_groups
 from .norms import ParameterNorms
@@ -168,12 +171,50 @@ class ClippedSum(Reduction):
     def clip(self) -> tuple[Clipping, dict[str, Tensor]]:
         """How every sample was clipped, and the sums of this process for the parameters that its losses reach."""
         norms = self._norms.by_group(self._groups)
+        if not can_look(self._groups.call.device):
+            return self._clip_without_looking(norms)
         kept = self._select_finite(norms)
         weights = {key: self._weights_for(self._bounds.get(key), n[kept]) for key, n in norms.items()}
         sums: dict[str, Tensor] = {}
         for key, names in self._groups.members.items():
             sums.update(bounded_sums(self._take_factors(names, kept), weights[key], self._groups.call.space))
         return self._clipping(norms, weights, kept), sums
+
+    def _clip_without_looking(self, norms: Mapping[Hashable, Tensor]) -> tuple[Clipping, dict[str, Tensor]]:
+        """`clip` with one look in all: whether there is a sample that needs another, which then gets it."""
+        space, members = self._groups.call.space, self._groups.members
+        weights = {key: self._weights_for(self._bounds.get(key), n) for key, n in norms.items()}
+        sane = [self._within_range(self._bounds.get(key), norms[key], weights[key]) for key in members]
+        sane += [answer.to(self._groups.call.device) for answer in terms_are_bounded(self._factors, space)]
+        if sane and not bool(torch.stack(sane).all()):
+            with looking(True):
+                return self._again().clip()
+        self._dropped = []
+        self._raise_on_all_ranks([])
+        sums: dict[str, Tensor] = {}
+        for key, names in members.items():
+            sums.update(bounded_sums(self._take_factors(names, slice(None)), weights[key], space))
+        return self._clipping(norms, weights, slice(None)), sums
+
+    def _within_range(self, bound: float | None, norms: Tensor, weights: Tensor) -> Tensor:
+        """(): are all norms finite, as numbers of their gradients' dtype are, and all weights fit for float32?"""
+        most = torch.finfo(self._groups.call.dtype).max
+        if bound is not None:  # the weights follow from the norms
+            return (norms <= min(most, bound / SMALLEST_WEIGHT)).all()
+        size = weights.abs()
+        fit = (norms <= most) & (size < _LARGEST_WEIGHT) & ((size >= SMALLEST_WEIGHT) | (size == 0))
+        return fit.all()
+
+    def _again(self) -> ClippedSum:
+        """This reduction before anything was computed of its factors."""
+        fresh = copy(self)
+        fresh._norms, fresh._factors = ParameterNorms(self._groups.call), {}
+        for name, factor in self._factors.items():
+            fresh.add(name, factor[: factor.batch])
+        return fresh
+
+    def _factors_of(self, names: Sequence[str]) -> dict[str, Factor]:
+        return {name: self._factors[name] for name in names if name in self._factors}
 
     def _select_finite(self, norms: Mapping[Hashable, Tensor]) -> Selection:
         """The samples whose gradients are finite; others raise an error, or are dropped."""
@@ -185,7 +226,9 @@ class ClippedSum(Reduction):
 
     def _take_factors(self, names: Sequence[str], kept: Selection) -> dict[str, Factor]:
         """The factors of the samples that are kept. Dropped ones are cut out: zero times NaN is not zero."""
-        factors = {name: self._factors.pop(name) for name in names if name in self._factors}
+        factors = self._factors_of(names)
+        for name in factors:
+            del self._factors[name]
         if isinstance(kept, Tensor):
             for name in factors:
                 factors[name] = factors[name][kept.to(factors[name].device)]
@@ -233,11 +276,12 @@ class ClippedSum(Reduction):
     def _custom_weights(self, norms: Tensor) -> Tensor:
         """(B,): what the user's function returns, if it can be used."""
         assert self.weights is not None
-        weights = self.weights(norms.clone())
+        given = norms.clone() if can_look(norms.device) else norms.where(norms.isfinite(), 0)
+        weights = self.weights(given)
         if not isinstance(weights, Tensor) or weights.shape != norms.shape:
             got = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
             raise ValueError(f"weights must return one weight per sample, {tuple(norms.shape)}, but returned {got}")
-        if not bool((weights.abs() < _LARGEST_WEIGHT).all()):
+        if can_look(norms.device) and not bool((weights.abs() < _LARGEST_WEIGHT).all()):
             raise ValueError(f"weights must be finite numbers below {_LARGEST_WEIGHT}, but are {weights}")
         return weights.detach().to(norms)
 

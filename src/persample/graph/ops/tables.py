@@ -49,22 +49,26 @@ def _written_back(
     return simplify(index, target, layout.batch)
 
 
-def _rows(use: Use, samples: SampleRows, ids: Tensor, dy: Tensor, parts: int) -> Factor:
-    """Flat ids (N,) into the first ``parts`` dims of the table, and their cotangents (N, ...); id -1 is skipped."""
+def _rows(use: Use, samples: SampleRows, ids: Tensor, dy: Tensor, parts: int, *, skips: bool = False) -> Factor:
+    """Flat ids (N,) into the first ``parts`` dims of the table, and their cotangents (N, ...).
+
+    If it ``skips``, an id may be -1.
+    """
     target = use.target
-    grouped = samples.group(ids + 1) - 1  # ragged samples are padded with zeros, which become -1
+    # Ragged samples are padded with zeros, which become -1.
+    grouped = samples.group(ids + 1) - 1 if samples.is_ragged else samples.group(ids)
     values = samples.group(dy.reshape(len(ids), *target[parts:]))
-    factor = Rows(grouped, values, prod(target[:parts]))
+    factor = Rows(grouped, values, prod(target[:parts]), skips=skips or samples.is_ragged)
     if factor.shape == target:
         return factor
     return View(factor, target, Reshape(factor.shape, target))
 
 
-def _read_once(factor: Factor, target: Shape, ids: Tensor) -> Factor:
-    """The factor of a table that is read once for all samples (positions, relative distances); id -1 is skipped."""
+def _read_once(factor: Factor, target: Shape, ids: Tensor, *, skips: bool = False) -> Factor:
+    """The factor of a table that is read once for all samples (positions, relative distances)."""
     flat = ids.reshape(-1)
     dy = factor.stack().reshape(factor.batch, len(flat), *target[1:])
-    return Rows(flat.expand(factor.batch, -1), dy, target[0])
+    return Rows(flat.expand(factor.batch, -1), dy, target[0], skips=skips)
 
 
 def _without_padding(site: Site) -> Tensor:
@@ -104,12 +108,14 @@ def embedding(use: Use) -> Factor | None:
     flat, dy = ids.reshape(-1), use.g.reshape(ids.numel(), use.target[1])
     if site.value("scale_grad_by_freq"):
         dy = dy / torch.bincount(flat, minlength=use.target[0])[flat].unsqueeze(1)
-    return _rows(use, samples, _without_padding(site).reshape(-1), dy, 1)
+    return _rows(use, samples, _without_padding(site).reshape(-1), dy, 1, skips=site.number("padding_idx") >= 0)
 
 
 def lift_embedding(site: Site, factor: Factor, target: Shape) -> Factor | None:
     """A table read once for all samples."""
-    return None if site.value("scale_grad_by_freq") else _read_once(factor, target, _without_padding(site))
+    if site.value("scale_grad_by_freq"):
+        return None
+    return _read_once(factor, target, _without_padding(site), skips=site.number("padding_idx") >= 0)
 
 
 def _dims_of_ids(site: Site) -> list[int] | None:
@@ -155,7 +161,7 @@ def bag(use: Use) -> Factor | None:
         sizes = torch.zeros(len(g), dtype=g.dtype, device=g.device).index_add_(0, bags, live.to(g.dtype))
         values = values / sizes.clamp(min=1).index_select(0, bags).unsqueeze(1)
     sample = labels(use.layout, tuple(g.shape)).reshape(-1).expand(len(g)).index_select(0, bags.to("cpu"))
-    return _rows(use, SampleRows.labelled(use.batch, sample), ids.masked_fill(~live, -1), values, 1)
+    return _rows(use, SampleRows.labelled(use.batch, sample), ids.masked_fill(~live, -1), values, 1, skips=True)
 
 
 def _bag_maxima(use: Use, samples: SampleRows) -> Factor:

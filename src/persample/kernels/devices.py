@@ -1,0 +1,55 @@
+"""What devices are good at: which can be asked for a number, and which compute in float64.
+
+On the CPU, looking at a number costs nothing, and rare cases are found by looking. On an accelerator the host would wait
+for all work that is under way: there, what is computed never depends on numbers that were computed before. The same
+holds wherever there are no numbers to look at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import lru_cache
+
+import torch
+
+__all__ = ["can_look", "has_fast_float64", "has_float64", "looking"]
+
+_looking: ContextVar[bool | None] = ContextVar("looking", default=None)
+
+
+def can_look(device: torch.device) -> bool:
+    """May a computation on this device go on in another way, depending on the numbers that it has found?
+
+    >>> can_look(torch.device("cpu")), can_look(torch.device("cuda"))
+    (True, False)
+    """
+    forced = _looking.get()
+    return device.type == "cpu" if forced is None else forced
+
+
+@contextmanager
+def looking(allowed: bool) -> Iterator[None]:
+    """Inside, in this thread, look at numbers on every device, whatever it costs, or on none."""
+    token = _looking.set(allowed)
+    try:
+        yield
+    finally:
+        _looking.reset(token)
+
+
+def has_float64(device: torch.device) -> bool:
+    """Does the device have float64 at all?"""
+    return device.type != "mps"
+
+
+@lru_cache(maxsize=64)
+def has_fast_float64(device: torch.device) -> bool:
+    """Are products in float64 at most a few times slower than in float32? On most consumer GPUs, they are 32 or 64."""
+    if device.type != "cuda":
+        return has_float64(device)
+    return torch.cuda.get_device_capability(device) in _FAST_FLOAT64 or torch.version.hip is not None
+
+
+_FAST_FLOAT64 = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0), (10, 3)}  # P100, V100, A100, H100, B200
