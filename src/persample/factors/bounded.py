@@ -11,6 +11,7 @@ Where numbers cannot be looked at, nothing is written out: `terms_are_bounded` s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from ..kernels.devices import can_look
 from ..kernels.norms import wide
 from .base import Factor
+from .dense import small_stacks
 from .part import regroup, split
 from .stacks import real_rows
 from .workspace import Workspace
@@ -28,26 +30,41 @@ _SMALL_SUM = 2**15  # bytes; larger sums of several parameters cost a copy that 
 
 def bounded_sums(factors: dict[str, Factor], weights: Tensor, space: Workspace) -> dict[str, Tensor]:
     """`bounded_sum` of every factor, in its own dtype; ``factors`` is emptied on the way."""
-    tiny, sums = _tiny_weights(weights) if can_look(weights.device) else None, dict[str, Tensor]()
+    if not can_look(weights.device):
+        return _sums_without_looking(factors, weights, space)
+    tiny, sums = _tiny_weights(weights), dict[str, Tensor]()
     for names, whole in regroup(factors):
         for name in names:
             del factors[name]
-        if tiny is None and len(names) == 1:
-            totals: Sequence[Tensor] = [whole.weighted_sum(weights.to(whole.device), space)]
-        elif tiny is None:
-            totals = whole.weighted_sums_of_parts(len(names), weights.to(whole.device), space)
-        else:
-            totals = _bounded_sums_of_parts(whole, len(names), weights, tiny, space)
+        totals = _bounded_sums_of_parts(whole, len(names), weights, tiny, space)
+        sums.update((name, total.to(whole.dtype)) for name, total in zip(names, totals, strict=True))
+    return sums
+
+
+def _sums_without_looking(factors: dict[str, Factor], weights: Tensor, space: Workspace) -> dict[str, Tensor]:
+    """`weighted_sum` of every factor: small ones at once, and weights converted once."""
+    converted = cache(lambda device, dtype: weights.to(device, dtype.to_real()))
+    sums = dict[str, Tensor]()
+    for names, small in small_stacks(factors):
+        sums |= zip(names, small.weighted_sums(converted(small.device, wide(small.dtype))), strict=True)
+        for name in names:
+            del factors[name]
+    for names, whole in regroup(factors):
+        for name in names:
+            del factors[name]
+        each = converted(whole.device, wide(whole.dtype))
+        several = len(names) > 1
+        totals = whole.weighted_sums_of_parts(len(names), each, space) if several else [whole.weighted_sum(each, space)]
         sums.update((name, total.to(whole.dtype)) for name, total in zip(names, totals, strict=True))
     return sums
 
 
 def terms_are_bounded(factors: Mapping[str, Factor], space: Workspace) -> list[Tensor]:
-    """() each: do the terms of all samples cancel so little that none has to be written out?"""
+    """Bools: do the terms of every sample cancel so little that it need not be written out?"""
     answers = []
     for most, pairs in _terms_and_norms(factors, space).items():
-        terms, sums = (torch.cat(every) for every in zip(*pairs, strict=True))
-        answers.append((terms <= most * sums).all())
+        terms, sums = (torch.cat(every) if len(every) > 1 else every[0] for every in zip(*pairs, strict=True))
+        answers.append(terms <= most * sums)
     return answers
 
 

@@ -107,7 +107,7 @@ class Convolution(Factor):
         for part in self._in_cache(space, temporaries, self._cached_elements if own_memory else temporaries):
             out = None if own_memory else space.take((part.batch, *self.shape), self.dtype, self.device)
             norms.append(row_norms(part.stack(out)))
-        return torch.cat(norms)
+        return norms[0] if len(norms) == 1 else torch.cat(norms)
 
     @property
     def _cached_elements(self) -> int:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
 from ..kernels.devices import can_look
+from ..kernels.library import copied_at_once
 from ..kernels.norms import row_norms, wide, widest
 from .base import Factor, Selection, Shape
 from .precise import precise_stacks, recompute_cancelled
-from .stacks import copied_to, real_rows, separated
+from .stacks import copied_to, real_matrix, real_rows, separated
 from .workspace import Workspace
+
+
+_SMALL = 2**22  # bytes: an accelerator copies them in the time of a launch or two
 
 
 class Dense(Factor):
@@ -82,6 +89,43 @@ class Dense(Factor):
         rows = real_rows(self.value).view(count, len(weights), self.numel)
         sums = weights.to(rows.dtype).expand(count, 1, len(weights)) @ rows
         return separated(sums.view(count, *self.shape))
+
+
+@dataclass(frozen=True)
+class SmallStacks:
+    """The gradients of several small parameters, side by side: one kernel does for all of them."""
+
+    rows: Tensor  # (B, n), real
+    shapes: Sequence[Shape]
+    dtype: torch.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self.rows.device
+
+    def weighted_sums(self, weights: Tensor) -> list[Tensor]:
+        """Σ_b weights[b] · gradient[b] of every parameter, in its dtype and in memory of its own."""
+        total = (weights.unsqueeze(0) @ self.rows.to(weights.dtype)).squeeze(0).to(self.dtype)
+        sums = copied_at_once(total.split([prod(shape) for shape in self.shapes]))
+        return [each.view(shape) for each, shape in zip(sums, self.shapes, strict=True)]
+
+
+def is_small_stack(factor: Factor) -> TypeGuard[Dense]:
+    """Are these gradients written out, and copied sooner than asked one by one?"""
+    return type(factor) is Dense and factor.value.nbytes <= _SMALL
+
+
+def small_stacks(factors: Mapping[str, Factor]) -> Iterator[tuple[list[str], SmallStacks]]:
+    """The real ones among the gradients for which `is_small_stack` holds, by dtype and device."""
+    alike: dict[object, list[str]] = {}
+    for name, factor in factors.items():
+        if is_small_stack(factor) and not factor.dtype.is_complex:
+            alike.setdefault((factor.dtype, factor.device), []).append(name)
+    for names in alike.values():
+        if len(names) > 1:
+            rows = torch.cat([real_matrix(factors[name].stack()) for name in names], 1)
+            yield names, SmallStacks(rows, [factors[name].shape for name in names], rows.dtype)
 
 
 class DenseCopy(Dense):

@@ -103,7 +103,8 @@ class Outer(Factor):
         if self.positions == 1 and self.left.ndim == 3:  # a broadcast product reads and writes once
             result = torch.mul(left, self.right, out=out) if out is not None else left * self.right
         elif out is not None:
-            result = torch.matmul(left, self.right, out=out)
+            multiply = torch.bmm if left.ndim == 3 else torch.matmul  # which multiplies into memory of its own, and copies
+            result = multiply(left, self.right, out=out)
         else:
             result = left @ self.right
         return result.mul_(self.scale) if self.scale != 1.0 else result

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .devices import can_look, has_float64
 
-__all__ = ["row_norms", "wide", "widest"]
+__all__ = ["norms_of_norms", "row_norms", "wide", "widest"]
 
 _RUN = 2**9  # elements summed before float64 takes over
 _SMALL = {torch.float32: 1e-12, torch.float64: 1e-150}  # norms below may have lost squares to underflow
@@ -55,6 +55,11 @@ def row_norms(rows: Tensor) -> Tensor:
     rows = flat.index_select(0, extreme)
     again = _scaled(rows) if wide(rows.dtype) == norms.dtype else _norm(rows, norms.dtype)
     return norms.index_copy(0, extreme, again)
+
+
+def norms_of_norms(norms: Tensor, dtype: torch.dtype) -> Tensor:
+    """(B, n) -> (B,): `row_norms` of norms of gradients of at most this dtype, whose squares are within float64."""
+    return row_norms(norms) if dtype == norms.dtype else _norm(norms, norms.dtype)
 
 
 def _summed(flat: Tensor) -> Tensor:

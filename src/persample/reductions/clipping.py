@@ -186,7 +186,7 @@ class ClippedSum(Reduction):
         weights = {key: self._weights_for(self._bounds.get(key), n) for key, n in norms.items()}
         sane = [self._within_range(self._bounds.get(key), norms[key], weights[key]) for key in members]
         sane += [answer.to(self._groups.call.device) for answer in terms_are_bounded(self._factors, space)]
-        if sane and not bool(torch.stack(sane).all()):
+        if sane and not bool((torch.cat(sane) if len(sane) > 1 else sane[0]).all()):
             with looking(True):
                 return self._again().clip()
         self._dropped = []
@@ -197,13 +197,12 @@ class ClippedSum(Reduction):
         return self._clipping(norms, weights, slice(None)), sums
 
     def _within_range(self, bound: float | None, norms: Tensor, weights: Tensor) -> Tensor:
-        """(): are all norms finite, as numbers of their gradients' dtype are, and all weights fit for float32?"""
+        """(B,): is a norm finite, as numbers of the gradients' dtype are, and its weight fit for float32?"""
         most = torch.finfo(self._groups.call.dtype).max
         if bound is not None:  # the weights follow from the norms
-            return (norms <= min(most, bound / SMALLEST_WEIGHT)).all()
+            return norms <= min(most, bound / SMALLEST_WEIGHT)
         size = weights.abs()
-        fit = (norms <= most) & (size < _LARGEST_WEIGHT) & ((size >= SMALLEST_WEIGHT) | (size == 0))
-        return fit.all()
+        return (norms <= most) & (size < _LARGEST_WEIGHT) & ((size >= SMALLEST_WEIGHT) | (size == 0))
 
     def _again(self) -> ClippedSum:
         """This reduction before anything was computed of its factors."""

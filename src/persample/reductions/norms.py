@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..factors import Factor, Part, regroup
-from ..kernels.norms import row_norms
+from ..factors import Dense, Factor, Part, regroup
+from ..factors.dense import is_small_stack
+from ..factors.stacks import real_matrix
+from ..kernels.devices import can_look
+from ..kernels.norms import norms_of_norms, row_norms
 from .base import Call, Reduction
 from .groups import Groups, Per, as_groups
 
@@ -47,11 +50,15 @@ class ParameterNorms:
         self._norms: list[Tensor] = []  # (n, B) for n parameters at a time
         self._rows: dict[str, int] = {}  # where a parameter's norms are among them
         self._parts: dict[str, Factor] = {}  # which wait for the other parts of their whole, to be computed at once
+        self._small: dict[str, Dense] = {}  # which wait for others of their group, where launches are what costs
 
     def add(self, name: str, factor: Factor) -> None:
         """Compute the norms of one parameter. Parts wait for each other: their whole computes all norms at once."""
         if not isinstance(factor, Part):
-            self._compute([name], factor)
+            if is_small_stack(factor) and factor.device == self._call.device and not can_look(factor.device):
+                self._small[name] = factor
+            else:
+                self._compute([name], factor)
             return
         self._parts[name] = factor
         if factor.place == factor.count - 1:  # the last one, after which nobody else may need the whole
@@ -75,6 +82,11 @@ class ParameterNorms:
 
     def _of_group(self, every: Tensor, names: tuple[str, ...]) -> Tensor:
         rows = [self._rows[name] for name in names if name in self._rows]
-        if len(rows) == 1:
-            return every[:, rows[0]]
-        return row_norms(every if len(rows) == every.shape[1] else every[:, rows])
+        small = [self._small[name] for name in names if name in self._small]
+        norms = every if len(rows) == every.shape[1] else every[:, rows[0] : rows[0] + 1] if len(rows) == 1 else every[:, rows]
+        if small:
+            of_small = row_norms(torch.cat([real_matrix(f.value) for f in small], 1) if len(small) > 1 else small[0].value)
+            norms = torch.cat([norms, of_small.unsqueeze(1)], 1) if rows else of_small.unsqueeze(1)
+        if norms.shape[1] == 1:
+            return norms.squeeze(1)
+        return row_norms(norms) if can_look(norms.device) else norms_of_norms(norms, self._call.dtype)

@@ -67,12 +67,12 @@ class Roots:
 
     def backward(self, inputs: Sequence[NodeSlot], *, retain_graph: bool) -> tuple[Tensor | None, ...]:
         """The gradients of the whole batch at ``inputs``."""
-        if self.losses is None or self.regions.opened:
+        if self.losses is None or self.regions.opened or self.losses.device.type != "cpu":
             cotangents = self.cotangents if self.losses is None else [torch.ones_like(self.losses)]
             return self.pull(cotangents, inputs, retain_graph=retain_graph)
         with torch.enable_grad():
             # A cotangent of ones, in memory of its own as the definition's is, which a custom Function may write to;
-            # and without the imports that a given one costs once.
+            # and without the imports that a given one costs once. On other devices it would cost three launches.
             total = self.losses.dot(torch.ones_like(self.losses))
         return torch.autograd.grad(total, _edges(inputs), retain_graph=retain_graph, allow_unused=True)
 

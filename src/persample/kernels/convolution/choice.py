@@ -41,6 +41,8 @@ _MEASURED = "measured"
 # gradients are weighted and summed, and for a call. They are small beside the rest, and taken for those of every CPU.
 _NORM, _KEPT, _CALL = 0.14e-6, 0.6e-6, 3.5e-2
 
+_MANY_GROUPS = 32
+
 _own_cpu = torch.backends.cpu.get_cpu_capability()
 _cpu = rates_for(_own_cpu)  # whose rates estimates are made of: see `use_costs`
 _preferred: str | None = None  # see `use_kernel`
@@ -84,19 +86,30 @@ def explain_choice(sizes: Sizes, goal: Goal = "gradients") -> Choice:
     """
     by_way = estimates(sizes, goal)
     way = _overriding(sizes, goal) or min(by_way, key=by_way.__getitem__)
-    return Choice(way, by_way, _whose_costs())
+    return Choice(way, by_way, "accelerator" if sizes.on_accelerator else _whose_costs())
 
 
 def _overriding(sizes: Sizes, goal: Goal) -> str | None:
     """The way that is taken whatever the estimates are, if there is one."""
     kernels = applicable(sizes.weight)
-    if goal == "norms":
-        return "stack" if _preferred in kernels else None
+    if goal == "norms":  # on an accelerator, writing gradients out costs no more than a plain backward
+        return "stack" if _preferred in kernels or sizes.on_accelerator else None
     if is_measuring() and sizes in _fastest:
         return _fastest[sizes]
     if _preferred in kernels:
         return _preferred
+    if sizes.on_accelerator and "pointwise" not in kernels:
+        return _on_accelerator(sizes)
     return "pointwise" if "pointwise" in kernels else None  # what "unfold" does, without its copy
+
+
+def _on_accelerator(sizes: Sizes) -> str:
+    """The kernel for some accelerator, whose rates are unknown.
+
+    Samples as groups of one convolution are a single launch, and what there are kernels for if groups have one channel.
+    Otherwise libraries do many groups badly: PyTorch's own ExpandedWeights unfold from so many samples on.
+    """
+    return "library" if sizes.is_depthwise or sizes.matrices < _MANY_GROUPS else "unfold"
 
 
 def estimates(sizes: Sizes, goal: Goal = "gradients") -> Mapping[str, float]:
@@ -121,7 +134,7 @@ def _fastest_kernel(sizes: Sizes, cpu: str) -> float:
 
 def keeps_stack(sizes: Sizes) -> bool:
     """For norms and, after them, a weighted sum: is it faster to keep the gradients than to start again?"""
-    return _keeps_stack(sizes, _cpu)
+    return sizes.on_accelerator or _keeps_stack(sizes, _cpu)
 
 
 @lru_cache(maxsize=1024)

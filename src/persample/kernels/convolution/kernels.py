@@ -90,7 +90,7 @@ def _forward(x: Tensor, dy: Tensor, out: Tensor, geometry: Geometry) -> Tensor:
 def _multiply(dy: Tensor, right: Tensor, out: Tensor) -> None:
     """out = dy @ rightᵀ for dy (N, p, T) and right (N, n, T), transposed if p fills vectors and a small n does not."""
     p, n = out.shape[1:]
-    if n % _VECTOR and n < _FEW_COLUMNS and p % _VECTOR == 0 and p > _VECTOR:
+    if n % _VECTOR and n < _FEW_COLUMNS and p % _VECTOR == 0 and p > _VECTOR and out.device.type == "cpu":
         out.copy_(torch.bmm(right, dy.mT).mT)
     else:
         torch.bmm(dy, right.mT, out=out)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..devices import can_look
 from ..geometry import Geometry
 
 __all__ = ["Sizes"]
@@ -16,7 +17,7 @@ __all__ = ["Sizes"]
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """A convolution of B samples of R images each: what its gradients cost depends on this and on the CPU alone.
+    """A convolution of B samples of R images each: what its gradients cost depends on this and on the device alone.
 
     Where it is transposed, all properties are those of (1) with x and dy exchanged.
 
@@ -33,12 +34,14 @@ class Sizes:
     dy: tuple[int, ...]
     geometry: Geometry
     dtype: torch.dtype = torch.float32  # that gradients are computed in
+    on_accelerator: bool = False  # where the costs of CPUs do not hold
 
     @classmethod
     def of(cls, x: Tensor, dy: Tensor, weight_size: Sequence[int], geometry: Geometry) -> Sizes:
         """Of the convolution with inputs x (B, R, Cin, *S) and cotangents dy (B, R, Cout, *O)."""
         B, R = x.shape[:2]
-        return cls(B, R, tuple(weight_size), tuple(x.shape[3:]), tuple(dy.shape[3:]), geometry, working_dtype(x))
+        spatial = tuple(x.shape[3:]), tuple(dy.shape[3:])
+        return cls(B, R, tuple(weight_size), *spatial, geometry, working_dtype(x), not can_look(x.device))
 
     @property
     def is_empty(self) -> bool:
