@@ -114,7 +114,7 @@ def test_check_sees_one_wrong_row_beside_a_large_one(monkeypatch: pytest.MonkeyP
         right[2] *= 1.001
         return (right,)
 
-    monkeypatch.setattr("persample.testing.grad", wrong)
+    monkeypatch.setattr("persample.testing.compare.grad", wrong)
     assert not check(lambda: (X * w).square().sum(1) * scale, [w]).ok
 
 

@@ -25,7 +25,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, Tensor]],
         change(result)
         return result
 
-    monkeypatch.setattr("persample.testing.grad", wrong)
+    monkeypatch.setattr("persample.testing.compare.grad", wrong)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

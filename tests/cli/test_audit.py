@@ -62,7 +62,7 @@ def test_the_definition_is_what_it_is_compared_with(monkeypatch: pytest.MonkeyPa
         found["2.weight"][3] *= 1.01
         return found
 
-    monkeypatch.setattr("persample.testing.grad", wrong)
+    monkeypatch.setattr("persample.testing.compare.grad", wrong)
     found = report(mlp())
     assert [p.name for p in found.parameters if not p.ok] == ["2.weight"]
     assert found.max_error == pytest.approx(0.01, rel=1e-3)
@@ -172,7 +172,7 @@ def test_whatever_goes_wrong_in_the_comparison_is_a_refusal(monkeypatch: pytest.
     def broken(losses: Tensor, params: Any) -> Any:
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr("persample.testing.grad", broken)
+    monkeypatch.setattr("persample.testing.compare.grad", broken)
     found = report(mlp())
     assert found.exit_code == 4
     assert (found.refusal or "").startswith("RuntimeError: out of luck")

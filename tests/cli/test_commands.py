@@ -78,7 +78,7 @@ def test_a_wrong_gradient_is_exit_code_one(run: Run, monkeypatch: pytest.MonkeyP
     def wrong(losses: torch.Tensor, params: torch.nn.Module) -> dict[str, torch.Tensor]:
         return {name: 2 * rows for name, rows in persample.grad(losses, params).items()}
 
-    monkeypatch.setattr("persample.testing.grad", wrong)
+    monkeypatch.setattr("persample.testing.compare.grad", wrong)
     code, out, _ = run("audit", "mine.py:good", "--repeats", "0")
     assert code == 1
     assert "WRONG" in out

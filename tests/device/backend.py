@@ -7,6 +7,7 @@ backward of such tensors as it runs an accelerator's: hooks are called in anothe
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from tests.device.kernels import KERNELS
 
 
 class _Module:
@@ -95,7 +97,9 @@ class DeviceTensor(torch.Tensor):
         def wrapped(t: Any) -> Any:
             if not isinstance(t, Tensor):
                 return t
-            return own[id(t)] if id(t) in own else DeviceTensor(t) if onto_device or not given else t
+            if id(t) in own:
+                return own[id(t)]
+            return DeviceTensor(t.resolve_conj().resolve_neg()) if onto_device or not given else t
 
         if func._schema.name == "aten::copy_":
             return args[0]
@@ -119,13 +123,31 @@ def _refuse_mixtures(func: Any, given: Sequence[Tensor], kwargs: Mapping[str, An
     """Raise what an accelerator would raise for operands on several devices."""
     strangers = [t for t in given if not isinstance(t, DeviceTensor) and t.ndim]
     if strangers and func._schema.name not in _COPIES:
-        raise RuntimeError(
+        _refuse(
             f"Expected all tensors to be on the same device, but {func} was given tensors on cpu of shapes "
             f"{[tuple(t.shape) for t in strangers]} beside those on {DEVICE}"
         )
     generator = kwargs.get("generator")
     if generator is not None and generator.device.type != DEVICE.type:
-        raise RuntimeError(f"Expected a generator of {DEVICE}, but {func} was given one of {generator.device}")
+        _refuse(f"Expected a generator of {DEVICE}, but {func} was given one of {generator.device}")
+
+
+def _refuse(why: str) -> None:
+    """Raise, or remember it in the engine's thread: PyTorch ends the process if an op of a Python backend fails there."""
+    if threading.current_thread() is threading.main_thread():
+        raise RuntimeError(why)
+    _refused.append(why)
+
+
+_refused: list[str] = []
+
+
+def raise_refused() -> None:
+    """Raise what was refused during a backward."""
+    if _refused:
+        why = _refused[0]
+        _refused.clear()
+        raise RuntimeError(why)
 
 
 def _empty(size: Any, **options: Any) -> DeviceTensor:
@@ -138,13 +160,16 @@ def _empty_strided(size: Any, stride: Any, **options: Any) -> DeviceTensor:
     return DeviceTensor(torch.empty_strided(size, stride, **options))
 
 
+def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
+    """Where PyTorch copies without asking the tensors: ``torch.tensor`` of Python numbers."""
+    _held(target).copy_(_held(source))
+    return target
+
+
 _library = torch.library.Library("aten", "IMPL")
 _library.impl("empty.memory_format", _empty, "PrivateUse1")
 _library.impl("empty_strided", _empty_strided, "PrivateUse1")
-
-
-# What the CPU computes in another way than accelerators.
-KERNELS: dict[Any, Any] = {}
+_library.impl("_copy_from", _copy_from, "PrivateUse1")
 
 
 @contextmanager

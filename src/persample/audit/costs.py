@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .._errors import PerformanceWarning
 from ..shortcuts import clipped_sum, norms
-from ..testing import by_backward, definition, hides_ops
+from ..testing.compare import by_backward, definition, hides_ops
 from ..verbs import grad
 from .problem import Problem
 

@@ -71,7 +71,8 @@ class Deferred(Factor):
         return out
 
     def prefers_stack(self, reused: bool) -> bool:
-        return prefers_stack(self.positions, *self.shape, self.dtype, self.device, reused=reused, shared=False)
+        p, d = self.shape
+        return prefers_stack(self.positions, p, d, dtype=self.dtype, device=self.device, reused=reused)
 
     def _compute_norms(self, space: Workspace) -> Tensor:
         if not can_look(self.device):

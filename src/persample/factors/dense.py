@@ -18,7 +18,6 @@ from .precise import precise_stacks, recompute_cancelled
 from .stacks import copied_to, real_matrix, real_rows, separated
 from .workspace import Workspace
 
-
 _SMALL = 2**22  # bytes: an accelerator copies them in the time of a launch or two
 
 
@@ -114,6 +113,12 @@ class SmallStacks:
 def is_small_stack(factor: Factor) -> TypeGuard[Dense]:
     """Are these gradients written out, and copied sooner than asked one by one?"""
     return type(factor) is Dense and factor.value.nbytes <= _SMALL
+
+
+def is_worth_writing_out(factor: Factor) -> bool:
+    """Is a stack so small, on a device where launches are what costs, that others like it make it free?"""
+    small = not can_look(factor.device) and factor.stack_bytes <= _SMALL
+    return small and factor.batch > 0 and type(factor) is not Dense
 
 
 def small_stacks(factors: Mapping[str, Factor]) -> Iterator[tuple[list[str], SmallStacks]]:

@@ -23,13 +23,15 @@ from .workspace import Workspace
 _GRAM_COST, _SCRATCH_COST, _KEPT_COST = 60, 12, 30
 
 
-# The same for accelerators, by arithmetic: ten products take as long as a byte of memory traffic. Their Gram matrices are
-# whole, and in float64, which takes twice as long.
+# The same for accelerators, by arithmetic: ten products take as long as a byte of memory traffic. There, Gram matrices
+# are whole, and in float64, which takes twice as long.
 _ACCELERATOR_STACK, _ACCELERATOR_REREAD, _ACCELERATOR_PAIR, _ACCELERATOR_CAST = 80, 40, 320, 120
 
 
-def prefers_stack(T: int, p: int, d: int, dtype: torch.dtype, device: torch.device, *, reused: bool, shared: bool) -> bool:
-    """Do Gram matrices of T positions cost more than a stack of p x d elements? One that is reused saves T·p·d later."""
+def prefers_stack(
+    T: int, p: int, d: int, *, dtype: torch.dtype, device: torch.device, reused: bool, shared: bool = False
+) -> bool:
+    """Do Gram matrices of T positions cost more than a stack of p x d elements? A reused one saves T·p·d later."""
     if T <= 1:
         return False
     if dtype.is_complex:
@@ -38,10 +40,10 @@ def prefers_stack(T: int, p: int, d: int, dtype: torch.dtype, device: torch.devi
         pairs = T * (T + min(T, BLOCK)) // 2
         gram, stack = pairs * ((p // 2 if shared else p) + d + _GRAM_COST), p * d * (T + _SCRATCH_COST)
         return gram > (p * d * _KEPT_COST if reused else stack)
-    stack = p * d * (T + _ACCELERATOR_STACK)
-    precise = dtype in (torch.float32, torch.bfloat16) and has_fast_float64(device)
-    gram = T * T * (2 * (p + d) + _ACCELERATOR_PAIR) + T * (p + d) * _ACCELERATOR_CAST if precise else inf
-    return min(gram, stack) + p * d * T > stack + p * d * _ACCELERATOR_REREAD if reused else gram > stack
+    stack, by_gram = p * d * (T + _ACCELERATOR_STACK), inf
+    if dtype in (torch.float32, torch.bfloat16) and has_fast_float64(device):  # else Gram matrices are not precise
+        by_gram = T * T * (2 * (p + d) + _ACCELERATOR_PAIR) + T * (p + d) * _ACCELERATOR_CAST
+    return min(by_gram, stack) + p * d * T > stack + p * d * _ACCELERATOR_REREAD if reused else by_gram > stack
 
 
 class Outer(Factor):
@@ -103,7 +105,7 @@ class Outer(Factor):
         if self.positions == 1 and self.left.ndim == 3:  # a broadcast product reads and writes once
             result = torch.mul(left, self.right, out=out) if out is not None else left * self.right
         elif out is not None:
-            multiply = torch.bmm if left.ndim == 3 else torch.matmul  # which multiplies into memory of its own, and copies
+            multiply = torch.bmm if left.ndim == 3 else torch.matmul  # the latter copies
             result = multiply(left, self.right, out=out)
         else:
             result = left @ self.right
@@ -129,7 +131,8 @@ class Outer(Factor):
 
     def prefers_stack(self, reused: bool) -> bool:
         sizes = self.positions, self.left.shape[-1], self.right.shape[-1]
-        return prefers_stack(*sizes, self.dtype, self.device, reused=reused, shared=self.memo is not None)
+        shared = self.memo is not None
+        return prefers_stack(*sizes, dtype=self.dtype, device=self.device, reused=reused, shared=shared)
 
     def _compute_norms(self, space: Workspace) -> Tensor:
         if not self.positions:

@@ -16,7 +16,6 @@ from .limits import Unit, roundoff
 from .stacks import real_rows, squares
 from .workspace import Workspace
 
-
 _SMALL_TABLE = 4  # times as many rows as a sample has positions: not worth sorting ids
 
 

@@ -8,11 +8,13 @@ from math import prod
 import torch
 from torch import Tensor
 
+from ..kernels.devices import can_look
 from ..kernels.pages import recycled
 
 __all__ = ["Workspace"]
 
-_CHUNK = 2**24  # bytes; for one pass over the samples, more memory is not faster
+_CHUNK = 2**24  # bytes; for one pass over the samples, more memory is not faster on a CPU
+_UNBOUNDED = 2**62  # bytes
 _DEFAULT_LIMIT = 2**28  # bytes
 
 
@@ -24,6 +26,11 @@ class Workspace:
         self._chunk = chunk  # bytes that are usually used at a time
         self._pages: dict[torch.device, Tensor] = {}
         self._up_to_limit: Workspace | None = None
+
+    @classmethod
+    def on(cls, device: torch.device, limit: int | None) -> Workspace:
+        """A workspace as a device likes it: all of the limit at a time, where every chunk costs launches."""
+        return cls(limit) if can_look(device) else cls(limit, _UNBOUNDED)
 
     def up_to_limit(self) -> Workspace:
         """Another workspace that uses all of the limit: for work whose cost grows with the number of chunks."""

@@ -1,8 +1,8 @@
 """What devices are good at: which can be asked for a number, and which compute in float64.
 
-On the CPU, looking at a number costs nothing, and rare cases are found by looking. On an accelerator the host would wait
-for all work that is under way: there, what is computed never depends on numbers that were computed before. The same
-holds wherever there are no numbers to look at.
+On the CPU, looking at a number costs nothing, and rare cases are found by looking. On an accelerator the host would
+wait for all work that is under way: there, what is computed never depends on numbers that were computed before. The
+same holds wherever there are no numbers to look at.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def row_norms(rows: Tensor) -> Tensor:
 
 def norms_of_norms(norms: Tensor, dtype: torch.dtype) -> Tensor:
     """(B, n) -> (B,): `row_norms` of norms of gradients of at most this dtype, whose squares are within float64."""
-    return row_norms(norms) if dtype == norms.dtype else _norm(norms, norms.dtype)
+    return row_norms(norms) if norms.dtype in (dtype, torch.float32) else _norm(norms, norms.dtype)
 
 
 def _summed(flat: Tensor) -> Tensor:

@@ -76,13 +76,14 @@ class Reduction(ABC):
     they store on ``self`` belongs to one call. ``passes`` says how often `add` goes through a factor (a factor that
     is gone through often may be written out once), ``keeps_factors`` whether factors are kept until `result`,
     ``over_ranks`` whether `result` adds up what the ranks of a ``process_group=`` have (by ``call.over_ranks`` and
-    ``call.samples``; others are refused there). The copy is shallow: what changes during a call belongs in `start`, not
-    in ``__init__``.
+    ``call.samples``; others are refused there), ``takes_stacks`` whether gradients may come written out (as small ones
+    do on accelerators). The copy is shallow: what changes during a call belongs in `start`, not in ``__init__``.
     """
 
     passes = 1
     keeps_factors = False
     over_ranks = False
+    takes_stacks = True
 
     @abstractmethod
     def start(self, call: Call) -> None:

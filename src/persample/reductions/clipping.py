@@ -183,18 +183,21 @@ class ClippedSum(Reduction):
     def _clip_without_looking(self, norms: Mapping[Hashable, Tensor]) -> tuple[Clipping, dict[str, Tensor]]:
         """`clip` with one look in all: whether there is a sample that needs another, which then gets it."""
         space, members = self._groups.call.space, self._groups.members
-        weights = {key: self._weights_for(self._bounds.get(key), n) for key, n in norms.items()}
+        weights = {
+            key: self._weights_for(self._bounds.get(key), n).to(self._groups.call.dtype, copy=True)
+            for key, n in norms.items()
+        }
         sane = [self._within_range(self._bounds.get(key), norms[key], weights[key]) for key in members]
         sane += [answer.to(self._groups.call.device) for answer in terms_are_bounded(self._factors, space)]
         if sane and not bool((torch.cat(sane) if len(sane) > 1 else sane[0]).all()):
             with looking(True):
                 return self._again().clip()
-        self._dropped = []
+        self._dropped: list[int] = []
         self._raise_on_all_ranks([])
         sums: dict[str, Tensor] = {}
         for key, names in members.items():
             sums.update(bounded_sums(self._take_factors(names, slice(None)), weights[key], space))
-        return self._clipping(norms, weights, slice(None)), sums
+        return self._clipping(norms, weights, slice(None), own=True), sums
 
     def _within_range(self, bound: float | None, norms: Tensor, weights: Tensor) -> Tensor:
         """(B,): is a norm finite, as numbers of the gradients' dtype are, and its weight fit for float32?"""
@@ -234,14 +237,23 @@ class ClippedSum(Reduction):
         return factors
 
     def _clipping(
-        self, norms: Mapping[Hashable, Tensor], weights: Mapping[Hashable, Tensor], kept: Selection
+        self,
+        norms: Mapping[Hashable, Tensor],
+        weights: Mapping[Hashable, Tensor],
+        kept: Selection,
+        *,
+        own: bool = False,
     ) -> Clipping:
-        """The norms and weights of all samples, where those that are not kept have weight 0."""
+        """The norms and weights of all samples, where those that are not kept have weight 0.
+
+        They are copied, but for weights that are the reduction's ``own``.
+        """
         groups, dtype = self._groups, self._groups.call.dtype
         if isinstance(kept, Tensor):
             weights = {key: torch.zeros_like(norms[key]).index_copy(0, kept, w) for key, w in weights.items()}
         packed_norms, packed_weights = (
-            groups.pack({k: t.to(dtype, copy=True) for k, t in w.items()}) for w in (norms, weights)
+            groups.pack({k: t.to(dtype, copy=copies) for k, t in w.items()})
+            for w, copies in ((norms, True), (weights, not own))
         )
         sensitivity = self.sensitivity if self.weights is not None else math.hypot(*self._bounds.values())
         return Clipping(packed_norms, packed_weights, self._dropped, sensitivity)

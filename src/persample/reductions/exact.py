@@ -69,6 +69,7 @@ class ExactClippedSum(ClippedSum):
     """
 
     passes = 1  # `Run` must not write factors out: how a sample is rounded must not depend on the batch
+    takes_stacks = False
     over_ranks = False
 
     def __init__(self, clip: ClippedSum, samples: int, padding: int = 0) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from itertools import count
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ class ParameterNorms:
     def __init__(self, call: Call) -> None:
         self._call = call
         self._norms: list[Tensor] = []  # (n, B) for n parameters at a time
+        self._count = 0  # of all their rows
         self._rows: dict[str, int] = {}  # where a parameter's norms are among them
         self._parts: dict[str, Factor] = {}  # which wait for the other parts of their whole, to be computed at once
         self._small: dict[str, Dense] = {}  # which wait for others of their group, where launches are what costs
@@ -71,22 +72,37 @@ class ParameterNorms:
 
     def _compute(self, names: Sequence[str], factor: Factor) -> None:
         norms = factor.cached_norms(self._call.space).view(len(names), self._call.batch)
-        self._norms.append(norms.to(self._call.device))
-        self._rows.update(zip(names, count(len(self._rows)), strict=False))
+        self._add_rows(norms.to(self._call.device), names)
+
+    def _add_rows(self, norms: Tensor, names: Sequence[str]) -> None:
+        """Keep norms (n, B): one row for each name, or one for all of them together."""
+        places = range(self._count, self._count + len(norms))
+        self._rows |= zip(names, places if len(norms) == len(names) else repeat(self._count), strict=False)
+        self._norms.append(norms)
+        self._count += len(norms)
 
     def by_group(self, groups: Groups) -> Mapping[Hashable, Tensor]:
         """(B,) in float64 for every group."""
         self._compute_parts()
+        if self._small and any(self._small.keys() <= set(names) for names in groups.members.values()):
+            self._add_rows(self._of_small(self._small.values()).unsqueeze(0), list(self._small))
+            self._small = {}
         every = torch.cat(self._norms).t() if self._norms else self._call.zeros(self._call.batch, 0)
         return {key: self._of_group(every, names) for key, names in groups.members.items()}
 
+    def _of_small(self, factors: Collection[Dense]) -> Tensor:
+        """(B,): the norms of all of these together."""
+        rows = [real_matrix(f.value) for f in factors]
+        return row_norms(rows[0] if len(rows) == 1 else torch.cat(rows, 1))
+
     def _of_group(self, every: Tensor, names: tuple[str, ...]) -> Tensor:
-        rows = [self._rows[name] for name in names if name in self._rows]
+        rows = sorted({self._rows[name] for name in names if name in self._rows})
         small = [self._small[name] for name in names if name in self._small]
-        norms = every if len(rows) == every.shape[1] else every[:, rows[0] : rows[0] + 1] if len(rows) == 1 else every[:, rows]
+        if len(rows) + len(small) == 1:
+            return every[:, rows[0]] if rows else self._of_small(small)
+        norms = every
+        if len(rows) < every.shape[1]:  # a list of places would be copied to the device
+            norms = torch.stack([every[:, row] for row in rows], 1) if rows else every[:, :0]
         if small:
-            of_small = row_norms(torch.cat([real_matrix(f.value) for f in small], 1) if len(small) > 1 else small[0].value)
-            norms = torch.cat([norms, of_small.unsqueeze(1)], 1) if rows else of_small.unsqueeze(1)
-        if norms.shape[1] == 1:
-            return norms.squeeze(1)
-        return row_norms(norms) if can_look(norms.device) else norms_of_norms(norms, self._call.dtype)
+            norms = torch.cat([norms, self._of_small(small).unsqueeze(1)], 1)
+        return norms_of_norms(norms, self._call.dtype)

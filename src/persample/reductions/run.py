@@ -11,10 +11,13 @@ from torch import Tensor
 
 from ..distributed import Ranks
 from ..factors import Dense, Factor, Workspace, split
+from ..factors.dense import is_worth_writing_out
+from ..kernels.devices import can_look
 from ..kernels.pages import POOL, recycled
 from .base import Call, Reduction
 
 _LEAST_MEMORY = 2**22  # bytes for temporaries, however small the model
+_ACCELERATORS_LEAST = 2**26  # the same where chunks cost launches
 
 
 class Run:
@@ -27,6 +30,7 @@ class Run:
         self._memory_is_given = memory_is_given
         self._kept_bytes = 0  # of gradients that are written out and kept
         self._reused = sum(r.passes for r in reductions) > 1
+        self._takes_stacks = all(r.takes_stacks for r in reductions)
         self._keeps_factors = any(r.keeps_factors for r in reductions)
         for reduction in self.reductions:
             reduction.start(call)
@@ -44,16 +48,19 @@ class Run:
     ) -> Run:
         """The run of a new call, whose temporaries reuse memory of earlier calls."""
         POOL.begin_call()
-        call = Call(params, batch, device, pack, Workspace(max_memory), ranks)
+        call = Call(params, batch, device, pack, Workspace.on(device, max_memory), ranks)
         return cls(reductions, call, memory_is_given=max_memory is not None)
 
     def set_default_memory(self, activation_bytes: int) -> None:
         """Let temporaries take as much memory as the forward pass has kept, unless the caller has given a bound."""
         if not self._memory_is_given:
-            self._space.limit = max(activation_bytes, _LEAST_MEMORY)
+            least = _LEAST_MEMORY if can_look(self.call.device) else _ACCELERATORS_LEAST
+            self._space.limit = max(activation_bytes, least)
 
     def add(self, names: Sequence[str], factor: Factor) -> None:
         """Take the complete factor of one parameter, or of several, whose samples follow one another (`Part`)."""
+        if len(names) == 1 and self._takes_stacks and is_worth_writing_out(factor):
+            factor = Dense(factor.stack())
         for name, part in zip(names, split(self._written_out_if_it_pays(factor), len(names)), strict=True):
             for reduction in self.reductions:
                 reduction.add(name, part)

@@ -23,6 +23,8 @@ class Stack(Reduction):
             new ones.
     """
 
+    takes_stacks = False  # but writes them
+
     def __init__(self, out: Buffers | None = None) -> None:
         self.out = out
 

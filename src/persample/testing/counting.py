@@ -32,7 +32,7 @@ _FREE = frozenset(
 _WAITING = frozenset(
     """
     _local_scalar_dense item is_nonzero equal nonzero masked_select unique _unique _unique2 unique_dim
-    unique_consecutive unique_dim_consecutive bincount histc multinomial embedding_renorm_ _linalg_check_errors _assert_async_host
+    unique_consecutive unique_dim_consecutive bincount histc multinomial embedding_renorm_ _linalg_check_errors
     """.split()
 )
 
@@ -89,7 +89,7 @@ def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
 
 class _Counting(TorchDispatchMode):
     def __init__(self, work: Work) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._work = work
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -68,7 +68,8 @@ def _unfold(x: Tensor, dy: Tensor, out: Tensor, geometry: Geometry) -> Tensor:
     buffer = x.new_empty(step, *size)
     for some in _steps(len(out), step):
         x_, dy_, out_ = x[some], dy[some], out[some]
-        x_ = padded(x_, kernel, out_size, geometry).contiguous()  # it is read K times
+        x_ = padded(x_, kernel, out_size, geometry)
+        x_ = x_.contiguous() if x.device.type == "cpu" else x_  # it is read K times
         patches = buffer[: len(x_)].copy_(windows(x_, kernel, geometry))
         rows, columns = len(x_) * geometry.groups, out[0, 0].numel()
         _multiply(matrices(dy_, rows), patches.view(rows, columns, -1), out_.view(rows, -1, columns))

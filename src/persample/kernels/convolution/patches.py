@@ -31,7 +31,9 @@ FEW_CHANNELS = 4  # fewer than these; patches of more are copied faster with cha
 def padded(x: Tensor, kernel: Sequence[int], out_size: Sequence[int], geometry: Geometry) -> Tensor:
     """x with zeros around it, or cropped at the far ends: what (1) reads, no more and no less."""
     pads = _pads(x.shape[3:], kernel, out_size, geometry)
-    return F.pad(x, pads) if any(pads) else x
+    if not any(pads[::2]) and max(pads, default=0) <= 0:  # a view will do
+        return x[(..., *[slice(None, pad or None) for pad in pads[:0:-2]])] if any(pads) else x
+    return F.pad(x, pads)
 
 
 def _pads(size: Sequence[int], kernel: Sequence[int], out_size: Sequence[int], geometry: Geometry) -> list[int]:
