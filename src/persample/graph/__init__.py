@@ -38,6 +38,7 @@ from .ops import (  # noqa: F401  entered into the table
     pointwise,
     products,
     recurrence,
+    recurrences,
     scatters,
     sections,
     tables,

@@ -18,9 +18,11 @@ __all__ = [
     "convolution",
     "distance_gradient",
     "group_norm_sums",
+    "gru_cell_gradient",
     "input_gradient",
     "is_fused_lstm_backward",
     "lays_out_fused_weights",
+    "lstm_cell_gradient",
     "materialized",
     "weight_gradient",
 ]
@@ -94,3 +96,36 @@ def distance_gradient(g: Tensor, x: Tensor, y: Tensor, p: float, distances: Tens
     given = [materialized(t) for t in (g, x, y)]
     grad: Tensor = _aten._cdist_backward(*given, p, materialized(distances))
     return grad
+
+
+def lstm_cell_gradient(
+    d_hy: Tensor | None,
+    d_cy: Tensor | None,
+    input_gates: Tensor,
+    hidden_gates: Tensor,
+    input_bias: Tensor,
+    hidden_bias: Tensor,
+    cx: Tensor,
+    cy: Tensor,
+) -> Tensor:
+    """(B, 4h): the gradient of the gates of a fused LSTM cell, in float32 or wider; its biases' are sums of rows."""
+    given = (d_hy, d_cy, input_gates, hidden_gates, input_bias, hidden_bias, cx, cy)
+    grads: tuple[Tensor, ...] = _aten._thnn_differentiable_lstm_cell_backward(*map(_widened, given))
+    return grads[0]
+
+
+def gru_cell_gradient(
+    d_hy: Tensor, input_gates: Tensor, hidden_gates: Tensor, hx: Tensor, input_bias: Tensor, hidden_bias: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(B, 3h) each: the gradients of the gates of a fused GRU cell, on the side of its input and on that of its state.
+
+    In float32 or wider; the biases' gradients are sums of their rows.
+    """
+    given = (d_hy, input_gates, hidden_gates, hx, input_bias, hidden_bias)
+    d_input, d_hidden, *_ = _aten._thnn_differentiable_gru_cell_backward(*map(_widened, given))
+    return d_input, d_hidden
+
+
+def _widened(t: Tensor | None) -> Tensor | None:
+    """`materialized`, and in float32 at least."""
+    return None if t is None else materialized(t.to(torch.promote_types(t.dtype, torch.float32)))
