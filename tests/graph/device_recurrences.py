@@ -1,8 +1,8 @@
 """Kernels of other devices' recurrences, in plain ops and for CPU tensors: with them, a CPU makes and runs their nodes.
 
 `on_cpu` registers them under the names of PyTorch's own, so that nodes, edges and saved tensors are the real ones. What
-the devices' libraries keep to themselves (``reserve``) has here the masks of dropout; as there, a backward may overwrite
-it, and is refused in evaluation.
+the devices' libraries keep to themselves (``reserve``) has here the masks of dropout. A backward may overwrite it and is
+refused in evaluation, as there.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def _kernels(calls: Calls) -> dict[str, Callable[..., Any]]:
         return forward(Spec(mode, layers, first, p, train, both, sizes, each), x, w, hx, cx)
 
     def cudnn_backward(  # type: ignore[no-untyped-def]
-        x, w, each, buf, hx, cx, y, gy, gh, gc, mode, h, proj, layers, first, p, train, both, sizes, state, reserve, mask
+        x, w, each, buf, hx, cx, y, gy, gh, gc, mode, h, proj, layers, first, p, train, both, sizes, _, reserve, mask
     ):
         spec = Spec(mode, layers, first, p, train, both, sizes, each)
         return backward(spec, x, w, hx, cx, (gy, gh, gc), reserve, mask)
@@ -243,7 +243,7 @@ def on_cpu() -> Iterator[Calls]:
 def device_run(
     kind: str, net: nn.RNNBase, x: Tensor | PackedSequence, states: Any = None
 ) -> tuple[Any, tuple[Tensor, ...]]:
-    """What ``net(x, states)`` calls on a device of some kind ("cudnn", "miopen", "mps"); always with all last states."""
+    """What ``net(x, states)`` calls with "cudnn", "miopen" or "mps": the output, and the last states in a tuple."""
     data, sizes = (x.data, x.batch_sizes.tolist()) if isinstance(x, PackedSequence) else (x, [])
     B = sizes[0] if sizes else data.shape[0 if net.batch_first else 1]
     places, width = net.num_layers * (1 + net.bidirectional), net.proj_size or net.hidden_size

@@ -98,30 +98,21 @@ def distance_gradient(g: Tensor, x: Tensor, y: Tensor, p: float, distances: Tens
     return grad
 
 
+Pair = tuple[Tensor, Tensor]  # on the side of the input, and on that of the state
+
+
 def lstm_cell_gradient(
-    d_hy: Tensor | None,
-    d_cy: Tensor | None,
-    input_gates: Tensor,
-    hidden_gates: Tensor,
-    input_bias: Tensor,
-    hidden_bias: Tensor,
-    cx: Tensor,
-    cy: Tensor,
+    d_hy: Tensor | None, d_cy: Tensor | None, gates: Pair, biases: Pair, cx: Tensor, cy: Tensor
 ) -> Tensor:
-    """(B, 4h): the gradient of the gates of a fused LSTM cell, in float32 or wider; its biases' are sums of rows."""
-    given = (d_hy, d_cy, input_gates, hidden_gates, input_bias, hidden_bias, cx, cy)
-    grads: tuple[Tensor, ...] = _aten._thnn_differentiable_lstm_cell_backward(*map(_widened, given))
-    return grads[0]
+    """(B, 4h): the gradient of both gates of a fused LSTM cell, in float32 or wider; the biases' are sums of rows."""
+    given = (d_hy, d_cy, *gates, *biases, cx, cy)
+    grad: Tensor = _aten._thnn_differentiable_lstm_cell_backward(*map(_widened, given))[0]
+    return grad
 
 
-def gru_cell_gradient(
-    d_hy: Tensor, input_gates: Tensor, hidden_gates: Tensor, hx: Tensor, input_bias: Tensor, hidden_bias: Tensor
-) -> tuple[Tensor, Tensor]:
-    """(B, 3h) each: the gradients of the gates of a fused GRU cell, on the side of its input and on that of its state.
-
-    In float32 or wider; the biases' gradients are sums of their rows.
-    """
-    given = (d_hy, input_gates, hidden_gates, hx, input_bias, hidden_bias)
+def gru_cell_gradient(d_hy: Tensor, gates: Pair, biases: Pair, hx: Tensor) -> Pair:
+    """(B, 3h) each: those of both gates of a fused GRU cell, in float32 or wider; the biases' are sums of rows."""
+    given = (d_hy, *gates, hx, *biases)
     d_input, d_hidden, *_ = _aten._thnn_differentiable_gru_cell_backward(*map(_widened, given))
     return d_input, d_hidden
 

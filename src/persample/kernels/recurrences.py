@@ -125,16 +125,16 @@ def _run_again(stack: Stack, layers: int) -> tuple[list[Tensor], Tensor]:
 
 def _run(kind: Kind, layer: _Layer) -> Tensor:
     """(T, B, h): the outputs of one place, computed step by step."""
-    b_ih, b_hh = layer.biases or (None, None)
+    (w_ih, w_hh), (b_ih, b_hh) = layer.weights[:2], layer.biases or (None, None)
     h, c = layer.h0, layer.c0
     outputs = h.new_empty(len(layer.input), *h.shape)
     for t in layer.steps:
         if kind is Kind.LSTM:
             assert c is not None
-            new_h, new_c = torch.lstm_cell(layer.input[t], (h, c), *layer.weights[:2], b_ih, b_hh)
+            new_h, new_c = torch.lstm_cell(layer.input[t], (h, c), w_ih, w_hh, b_ih, b_hh)
             c = new_c if layer.absent is None else torch.where(layer.absent[t], c, new_c)
         else:
-            new_h = _CELLS[kind](layer.input[t], h, *layer.weights[:2], b_ih, b_hh)
+            new_h = _CELLS[kind](layer.input[t], h, w_ih, w_hh, b_ih, b_hh)
         h = new_h if layer.absent is None else torch.where(layer.absent[t], h, new_h)
         outputs[t] = h
     return outputs
@@ -153,8 +153,9 @@ def _replay_one(
     d_output = _with_last(layer, output, d_output, d_hn)
     if kind is Kind.LSTM:
         assert layer.c0 is not None
-        weights = (*layer.weights[:2], layer.biases)
-        lstm = LstmLayer(layer.input, layer.h0, layer.c0, *weights, output, layer.reverse, layer.absent)
+        w_ih, w_hh = layer.weights[:2]
+        states = layer.h0, layer.c0
+        lstm = LstmLayer(layer.input, *states, w_ih, w_hh, layer.biases, output, layer.reverse, layer.absent)
         replayed = replay_lstm(lstm, d_output, None, d_cn)
         return Replay(layer.input, replayed.h_previous, replayed.d_gates, replayed.d_gates)
     h_previous = previous_states(output, layer.h0, layer.reverse, layer.absent, output.dtype)

@@ -4,27 +4,22 @@ cuDNN and MIOpen have one node for all layers and directions of a module, of any
 LSTMs. They save what they were given. The outputs of all layers but the last lie in memory that only the device's
 library can read, and are computed again. Dropout between layers lies there too, and a projected LSTM has one more
 product: both are left to the slow path. The nodes' own backwards are asked for the gradients of data and states alone.
-
-Steps in a loop (`nn.LSTMCell`, layers without cuDNN) are products, followed by a fused cell that adds the biases.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...factors import Dense, Factor, Outer
-from ...kernels.library import gru_cell_gradient, lstm_cell_gradient
+from ...factors import Dense, Factor, Outer, View
+from ...factors.rearrange import Cast
 from ...kernels.recurrences import Kind, Replay, Stack, replay
 from ..layout import NOBODY, Flow, Layout, Outcome, Shape, carry, join, labels, sample_dims, simplify
 from ..read.saved import unpacked_often
 from ..read.site import Site
 from ..sample_rows import SampleRows
-from .recurrence import columns, mixed_dims, shared_by_columns
-from .recurrence import sequences as sequences_of_cells
 from .table import EVERY, Layouts, op
 from .use import Use
 
@@ -127,20 +122,21 @@ def layers(use: Use) -> Factor | None:
     if "replay" not in site.memo:  # all weights share it
         wanted = [(k - weights[0]) // of_each for k, _ in site.outputs if k in weights]
         site.memo["replay"] = _replayed(use, min(wanted))
-    return _factor(use, site.memo["replay"][place], samples, place, which)
+    return _factor(use, site.memo["replay"][place], samples, which)
 
 
-def _factor(use: Use, one: Replay, samples: SampleRows, place: int, which: int) -> Factor:
-    memo, side = use.site.memo, ("input", "hidden")[which % 2]
-    if one.d_input_side is one.d_hidden_side:
-        side = "both"
-    if (place, side) not in memo:  # grouped, with what factors of it share
-        d_gates = one.d_hidden_side if side == "hidden" else one.d_input_side
-        memo[place, side] = _grouped(samples, d_gates), dict[str, Tensor]()
-    dy, shared = memo[place, side]
+def _factor(use: Use, one: Replay, samples: SampleRows, which: int) -> Factor:
+    """Of w_ih (0), w_hh (1), b_ih (2) or b_hh (3)."""
+    d_gates = one.d_hidden_side if which % 2 else one.d_input_side
+    memo = use.site.memo.setdefault("grouped", {})
+    if id(d_gates) not in memo:  # grouped by sample, with what factors of it share
+        memo[id(d_gates)] = _grouped(samples, d_gates), dict[str, Tensor]()
+    dy, shared = memo[id(d_gates)]
+    dtype = use.site.metadata(use.k).dtype
     if which >= 2:
-        return Dense(dy.sum(1).to(use.site.metadata(use.k).dtype))
-    return Outer(dy, _grouped(samples, one.h_previous if which else one.input), memo=shared)
+        return Dense(dy.sum(1).to(dtype))
+    factor = Outer(dy, _grouped(samples, one.h_previous if which else one.input), memo=shared)
+    return factor if factor.dtype == dtype else View(factor, factor.shape, Cast(factor.dtype, dtype))
 
 
 def _grouped(samples: SampleRows, t: Tensor) -> Tensor:
@@ -168,30 +164,29 @@ def _replayed(use: Use, lowest: int) -> dict[int, Replay]:
     site = use.site
     with unpacked_often(site.node):
         stack = _stack(site)
-    cotangents: list[Any] = list(use.cotangents)
-    if cotangents[0] is not None:
-        cotangents[0] = _padded(site, cotangents[0])
-    return replay(stack, *cotangents, lowest=lowest // stack.directions)
+    d_output, d_hn, d_cn = use.cotangents
+    if d_output is not None:
+        d_output = _padded(site, d_output)
+    return replay(stack, d_output, d_hn, d_cn, lowest // stack.directions)
 
 
 def _stack(site: Site) -> Stack:
     """What the node has saved."""
-    of_each, counts = _weights_of_each(site), _counts(site)
+    x, D = _padded(site, site.tensor("input")), 2 if site.value("bidirectional") else 1
     if site.has("params"):  # mps, which does not save its output
-        (h0, c0), flat, output, kind = site.tensors("hx"), site.tensors("params"), None, Kind.LSTM
-    else:
-        h0, c0, flat, kind = site.tensor("hx"), site.optional("cx"), site.tensors("weight"), Kind(site.number("mode"))
-        output = _padded(site, site.tensor("result0"))
-    return Stack(
-        kind,
-        _padded(site, site.tensor("input")),
-        h0,
-        c0 if kind is Kind.LSTM else None,
-        [flat[start : start + of_each] for start in range(0, len(flat), of_each)],
-        2 if site.value("bidirectional") else 1,
-        output,
-        _present(counts, h0.device).logical_not().unsqueeze(2) if counts and min(counts) < counts[0] else None,
-    )
+        h0, c0 = site.tensors("hx")
+        return Stack(Kind.LSTM, x, h0, c0, _by_place(site, site.tensors("params")), D)
+    counts, output = _counts(site), _padded(site, site.tensor("result0"))
+    ragged = bool(counts) and min(counts) < counts[0]
+    absent = _present(counts, x.device).logical_not().unsqueeze(2) if ragged else None
+    states = site.tensor("hx"), site.optional("cx")
+    weights = _by_place(site, site.tensors("weight"))
+    return Stack(Kind(site.number("mode")), x, *states, weights, D, output, absent)
+
+
+def _by_place(site: Site, flat: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+    n = _weights_of_each(site)
+    return [flat[start : start + n] for start in range(0, len(flat), n)]
 
 
 def _padded(site: Site, t: Tensor) -> Tensor:
@@ -209,36 +204,4 @@ def _present(counts: Sequence[int], device: torch.device) -> Tensor:
     return torch.arange(counts[0], device=device) < torch.tensor(counts, device=device).unsqueeze(1)
 
 
-def cell(use: Use) -> Factor | None:
-    """The biases of one step, 3 and 4: rows of the gates' cotangents."""
-    samples = sequences_of_cells(use)
-    if samples is None or use.k < 3:
-        return None
-    memo, site = use.site.memo, use.site
-    if "gates" not in memo:
-        memo["gates"] = _cell_gradients(site, use.cotangents)
-    d_input, d_hidden = memo["gates"]
-    rows: Tensor = d_input if use.k == 3 else d_hidden
-    return Dense(samples.sum(rows).to(site.metadata(use.k).dtype))
-
-
-def _cell_gradients(site: Site, cotangents: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
-    """The cotangents of both products, which are the same in an LSTM."""
-    gates = [site.tensor("input_gates"), site.tensor("hidden_gates")]
-    biases = [site.tensor("input_bias"), site.tensor("hidden_bias")]
-    if site.has("cx"):
-        d_gates = lstm_cell_gradient(*cotangents, *gates, *biases, site.tensor("cx"), site.tensor("result1"))
-        return d_gates, d_gates
-    (d_hy,) = cotangents
-    assert d_hy is not None
-    return gru_cell_gradient(d_hy, *gates, site.tensor("hx"), *biases)
-
-
 op("CudnnRnn MiopenRnn LstmMps", flow={EVERY: sequences}, rule=layers, all_cotangents=True, mixes=mixes)
-op(
-    "ThnnFusedLstmCell ThnnFusedGruCell",
-    flow={0: columns, 1: columns, 2: columns, 3: shared_by_columns, 4: shared_by_columns},
-    rule=cell,
-    all_cotangents=True,
-    mixed_dims=mixed_dims,
-)
