@@ -1,8 +1,8 @@
 """Kernels of other devices' recurrences, in plain ops and for CPU tensors: with them, a CPU makes and runs their nodes.
 
 `on_cpu` registers them under the names of PyTorch's own, so that nodes, edges and saved tensors are the real ones. What
-the devices' libraries keep to themselves (``reserve``) has here the masks of dropout. A backward may overwrite it and is
-refused in evaluation, as there.
+the devices' libraries keep to themselves (``reserve``) has here the masks of dropout. A backward may overwrite it, and
+is refused in evaluation, as it is there.
 """
 
 from __future__ import annotations
@@ -279,3 +279,13 @@ def _moved(options: tuple[Any, ...]) -> tuple[Any, ...]:
     """Layers, batch first, dropout, train, both directions in the order of mps, where batch first is the last."""
     layers, first, p, train, both = options
     return layers, p, train, both, first
+
+
+def device_cell(net: nn.RNNCellBase, x: Tensor, state: Any) -> Any:
+    """What ``net(x, state)`` calls on a GPU: products, and a fused cell."""
+    h = state[0] if isinstance(net, nn.LSTMCell) else state
+    gates = x @ net.weight_ih.t(), h @ net.weight_hh.t()
+    biases = net.bias_ih, net.bias_hh
+    if isinstance(net, nn.LSTMCell):
+        return torch.ops.aten._thnn_fused_lstm_cell(*gates, state[1], *biases)[:2]
+    return torch.ops.aten._thnn_fused_gru_cell(*gates, h, *biases)[0]
