@@ -31,9 +31,9 @@ def _counts(site: Site) -> tuple[int, ...]:
     return site.numbers("batch_sizes") if site.has("batch_sizes") else ()
 
 
-def _dim(site: Site, shape: Shape, is_state: bool) -> int:
+def _dim(site: Site, is_state: bool) -> int:
     """The dim of the sequences in padded data (T, B, d) or (B, T, d), or in states (L, B, h)."""
-    return 0 if len(shape) == 3 and not is_state and site.value("batch_first") else 1
+    return 0 if site.value("batch_first") and not is_state else 1
 
 
 def _sequences(site: Site, nr: int, layout: Layout) -> Layout | None:
@@ -42,7 +42,7 @@ def _sequences(site: Site, nr: int, layout: Layout) -> Layout | None:
     counts = _counts(site)
     if counts and not is_state:
         return _sequences_of_rows(layout, shape, counts)
-    dim = _dim(site, shape, is_state)
+    dim = _dim(site, is_state)
     return carry(layout, shape, (shape[dim],), [0 if d == dim else None for d in range(3)])
 
 
@@ -50,7 +50,7 @@ def _sequences_of_rows(layout: Layout, shape: Shape, counts: Sequence[int]) -> L
     if any(d > 0 for d in sample_dims(layout, shape)):
         return None
     rows, places = labels(layout, shape).reshape(-1).expand(shape[0]), _places(counts)
-    found = torch.full((counts[0],), NOBODY).scatter_reduce_(0, places, rows, "amax")
+    found = torch.full((counts[0],), NOBODY, device="cpu").scatter_reduce_(0, places, rows, "amax")
     if bool(((rows != NOBODY) & (rows != found[places])).any()):
         return None
     return simplify(found, (counts[0],), layout.batch)
@@ -65,7 +65,7 @@ def _agreed(site: Site, layouts: Layouts) -> Layout | None:
     """Whose the sequences are, by all cotangents; None if some are not one sample's."""
     agreed: Layout | None = None
     for nr, layout in enumerate(layouts):
-        if layout is None:
+        if layout is None or 0 in site.shapes[nr]:  # only an LSTM has a c_n
             continue
         one = _sequences(site, nr, layout)
         agreed = one if agreed is None or one is None else join(agreed, one, (_batch(site),))
@@ -96,7 +96,7 @@ def sequences(site: Site, k: int, layouts: Layouts) -> Outcome:
     if k == 0 and counts:
         index = labels(agreed, (counts[0],)).expand(counts[0])[_places(counts)]
         return simplify(index.unsqueeze(1), target, agreed.batch)
-    moved = carry(agreed, (_batch(site),), target, [_dim(site, target, k > 0)])
+    moved = carry(agreed, (_batch(site),), target, [_dim(site, k > 0)])
     return Flow.PROBE if moved is None else moved
 
 
@@ -164,7 +164,7 @@ def _replayed(use: Use, lowest: int) -> dict[int, Replay]:
     site = use.site
     with unpacked_often(site.node):
         stack = _stack(site)
-    d_output, d_hn, d_cn = use.cotangents
+    d_output, d_hn, d_cn = (g if g is not None and g.numel() else None for g in use.cotangents)
     if d_output is not None:
         d_output = _padded(site, d_output)
     return replay(stack, d_output, d_hn, d_cn, lowest // stack.directions)
