@@ -3,7 +3,8 @@
 cuDNN and MIOpen have one node for all layers and directions of a module, of any kind, padded or packed; mps has one for
 LSTMs. They save what they were given. The outputs of all layers but the last lie in memory that only the device's
 library can read, and are computed again. Dropout between layers lies there too, and a projected LSTM has one more
-product: both are left to the slow path. The nodes' own backwards are asked for the gradients of data and states alone.
+product: both are left to the slow path. The gradients of data and states come from the nodes' own backwards; those of
+cuDNN and MIOpen leave out the weights' sums, which nobody asks for.
 """
 
 from __future__ import annotations
