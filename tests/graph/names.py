@@ -31,7 +31,7 @@ SOME: Mapping[str, frozenset[tuple[int, int]]] = {
 # Python nodes of DDP and FSDP2; tests/distributed/test_names.py looks them up.
 WRAPPERS = frozenset(WRAPPER_FUNCTIONS)
 
-_READERS = {"number", "numbers", "tensor", "optional", "value", "dims"}
+_READERS = {"number", "numbers", "tensor", "tensors", "optional", "value", "dims"}
 
 
 def names_read(folder: Traversable) -> Iterator[str]:

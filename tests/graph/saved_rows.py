@@ -250,6 +250,13 @@ DIMS = [
 
 SAVED = [*PRODUCTS, *POINTWISE, *LAYERS, *RECURRENT, *TABLES, *VIEWS, *DIMS]
 
+_ANY_LAYERS = {"dropout", "train", "bidirectional"}
+_SAVED_BY_LAYERS = {
+    *("input", "weight", "weight_stride0", "hx", "cx", "result0", "mode", "num_layers", "batch_first", "batch_sizes"),
+    *_ANY_LAYERS,
+}
+_GATES = {"input_gates", "hidden_gates", "input_bias", "hidden_bias"}
+
 # Nodes that no CPU op makes: the attributes that their type has.
 ELSEWHERE = {
     "FusedRmsNormBackward0": {"input", "result1", "normalized_shape"},
@@ -260,4 +267,9 @@ ELSEWHERE = {
     "BatchNormNoUpdateBackward0": {"input", "running_mean", "running_var", "eps"},
     "CudnnBatchNormBackward0": {"input", "training", "result1", "result2"},
     "MiopenBatchNormBackward0": {"input", "training", "result1", "result2"},
+    "CudnnRnnBackward0": {*_SAVED_BY_LAYERS, "proj_size"},
+    "MiopenRnnBackward0": _SAVED_BY_LAYERS,
+    "LstmMpsBackward0": {"input", "hx", "params", "has_biases", "num_layers", "batch_first", *_ANY_LAYERS},
+    "ThnnFusedLstmCellBackward0": {*_GATES, "cx", "result1"},
+    "ThnnFusedGruCellBackward0": {*_GATES, "hx"},
 }

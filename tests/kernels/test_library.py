@@ -13,9 +13,11 @@ from persample.kernels.library import (
     convolution,
     distance_gradient,
     group_norm_sums,
+    gru_cell_gradient,
     input_gradient,
     is_fused_lstm_backward,
     lays_out_fused_weights,
+    lstm_cell_gradient,
     materialized,
     weight_gradient,
 )
@@ -37,11 +39,21 @@ def _distance_gradient(g: Tensor, x: Tensor, y: Tensor, distances: Tensor) -> Te
     return distance_gradient(g, x, y, 1.0, distances)  # of which p = 1 reads no numbers, and any will do
 
 
+def _lstm_cell(d_hy: Tensor, d_cy: Tensor, *others: Tensor) -> Tensor:
+    return lstm_cell_gradient(d_hy, d_cy, (others[0], others[1]), (others[2], others[3]), *others[4:])
+
+
+def _gru_cell(d_hy: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
+    return gru_cell_gradient(d_hy, (others[0], others[1]), (others[2], others[3]), others[4])
+
+
 def _kernels() -> dict[str, tuple[Kernel, list[tuple[int, ...]]]]:
     """Every kernel, with the shapes of its operands."""
     found: dict[str, tuple[Kernel, list[tuple[int, ...]]]] = {
         "group_norm_sums": (group_norm_sums, [(6, 5), (6, 5), (3,), (3,)]),
         "distance_gradient": (_distance_gradient, [(2, 4, 5), (2, 4, 3), (2, 5, 3), (2, 4, 5)]),
+        "lstm_cell_gradient": (_lstm_cell, [*[(3, 2)] * 2, *[(3, 8)] * 2, *[(8,)] * 2, *[(3, 2)] * 2]),
+        "gru_cell_gradient": (_gru_cell, [(3, 2), *[(3, 6)] * 2, *[(6,)] * 2, (3, 2)]),
     }
     for name, (geometry, x, weight) in SHAPES.items():
         y = tuple(convolution(torch.zeros(x), torch.zeros(weight), geometry).shape)
@@ -85,3 +97,30 @@ def test_kernels_of_recurrent_layers_are_known() -> None:
     assert not is_fused_lstm_backward(torch.ops.aten.mkldnn_rnn_layer.default)
     assert lays_out_fused_weights(torch._cudnn_rnn_flatten_weight)
     assert not lays_out_fused_weights(torch.lstm)
+
+
+@pytest.mark.parametrize("used", [(0, 1), (0,), (1,)])
+def test_gradients_of_an_lstm_cell(used: tuple[int, ...]) -> None:
+    h = 2
+    p, q, b_ih, b_hh = (torch.randn(*s, dtype=torch.float64) for s in ((4, 4 * h), (4, 4 * h), (4 * h,), (4 * h,)))
+    cx, *given = torch.randn(3, 4, h, dtype=torch.float64)
+    p.requires_grad_()
+    i, f, g, o = (p + q + b_ih + b_hh).chunk(4, 1)
+    cy = f.sigmoid() * cx + i.sigmoid() * g.tanh()
+    outputs = o.sigmoid() * cy.tanh(), cy
+    (want,) = torch.autograd.grad([outputs[nr] for nr in used], p, [given[nr] for nr in used])
+    d_hy, d_cy = (given[nr] if nr in used else None for nr in range(2))
+    got = lstm_cell_gradient(d_hy, d_cy, (p.detach(), q), (b_ih, b_hh), cx, cy.detach())
+    torch.testing.assert_close(got, want)
+
+
+def test_gradients_of_a_gru_cell() -> None:
+    h = 2
+    gates = [torch.randn(4, 3 * h, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    hx, g = torch.randn(4, h, dtype=torch.float64), torch.randn(4, h, dtype=torch.float64)
+    b_ih, b_hh = torch.randn(2, 3 * h, dtype=torch.float64)
+    (p_r, p_z, p_n), (q_r, q_z, q_n) = (gates[0] + b_ih).chunk(3, 1), (gates[1] + b_hh).chunk(3, 1)
+    z, n = (p_z + q_z).sigmoid(), (p_n + (p_r + q_r).sigmoid() * q_n).tanh()
+    want = torch.autograd.grad((1 - z) * n + z * hx, gates, g)
+    got = gru_cell_gradient(g, (gates[0].detach(), gates[1].detach()), (b_ih, b_hh), hx)
+    torch.testing.assert_close(got, want)

@@ -29,6 +29,7 @@ from .ops.custom import COMPILED, keeps_samples_apart, teach
 from .ops import (  # noqa: F401  entered into the table
     along_dims,
     attention,
+    cells,
     convolutions,
     distances,
     images,
@@ -38,6 +39,7 @@ from .ops import (  # noqa: F401  entered into the table
     pointwise,
     products,
     recurrence,
+    recurrences,
     scatters,
     sections,
     tables,

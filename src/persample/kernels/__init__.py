@@ -5,6 +5,7 @@ geometry.py       the options of a convolution in one record
 gram.py           norms of sums of outer products from Gram matrices
 norms.py          Euclidean norms that neither overflow, underflow nor drift
 recurrence.py     the cotangents inside one LSTM layer
+recurrences.py    the same for GRUs and plain ones, and for layers above one another, in both directions
 cross_entropy.py  the gradient of cross entropy at logits that were not kept
 library.py        PyTorch's own kernels, called below autograd
 pages.py          large blocks of memory that are cheap to touch

@@ -19,9 +19,11 @@ __all__ = [
     "copied_at_once",
     "distance_gradient",
     "group_norm_sums",
+    "gru_cell_gradient",
     "input_gradient",
     "is_fused_lstm_backward",
     "lays_out_fused_weights",
+    "lstm_cell_gradient",
     "materialized",
     "weight_gradient",
 ]
@@ -103,3 +105,27 @@ def distance_gradient(g: Tensor, x: Tensor, y: Tensor, p: float, distances: Tens
     given = [materialized(t) for t in (g, x, y)]
     grad: Tensor = _aten._cdist_backward(*given, p, materialized(distances))
     return grad
+
+
+Pair = tuple[Tensor, Tensor]  # on the side of the input, and on that of the state
+
+
+def lstm_cell_gradient(
+    d_hy: Tensor | None, d_cy: Tensor | None, gates: Pair, biases: Pair, cx: Tensor, cy: Tensor
+) -> Tensor:
+    """(B, 4h): the gradient of both gates of a fused LSTM cell, in float32 or wider; the biases' are sums of rows."""
+    given = (d_hy, d_cy, *gates, *biases, cx, cy)
+    grad: Tensor = _aten._thnn_differentiable_lstm_cell_backward(*map(_widened, given))[0]
+    return grad
+
+
+def gru_cell_gradient(d_hy: Tensor, gates: Pair, biases: Pair, hx: Tensor) -> Pair:
+    """(B, 3h) each: those of both gates of a fused GRU cell, in float32 or wider; the biases' are sums of rows."""
+    given = (d_hy, *gates, hx, *biases)
+    d_input, d_hidden, *_ = _aten._thnn_differentiable_gru_cell_backward(*map(_widened, given))
+    return d_input, d_hidden
+
+
+def _widened(t: Tensor | None) -> Tensor | None:
+    """`materialized`, and in float32 at least."""
+    return None if t is None else materialized(t.to(torch.promote_types(t.dtype, torch.float32)))

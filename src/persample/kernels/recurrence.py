@@ -26,6 +26,7 @@ class LstmLayer:
     biases: tuple[Tensor, Tensor] | None  # b_ih and b_hh, (4h,) each
     output: Tensor  # (T, B, h)
     reverse: bool = False
+    absent: Tensor | None = None  # (T, B, 1): steps that shorter sequences do not have, at which nothing changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +53,14 @@ class LstmReplay:
 def replay_lstm(layer: LstmLayer, d_output: Tensor | None, d_hn: Tensor | None, d_cn: Tensor | None) -> LstmReplay:
     """The backward of one direction for the cotangents of its outputs; None counts as zero.
 
-    Half precisions are computed in float32: the fused backward does so too.
+    Half precisions are computed in float32: the fused backward does so too. At steps that a sequence does not have, its
+    ``d_output`` must be zero; if it has not the last step, ``d_hn`` comes too early, and is to be added to
+    ``d_output`` where the sequence ends.
     """
     dtype = torch.promote_types(layer.input.dtype, torch.float32)
     T, B, h = layer.output.shape
     steps = range(T - 1, -1, -1) if layer.reverse else range(T)
-    h_previous, h_current = _around(layer.h0, T, layer.reverse, dtype)
-    h_current.copy_(layer.output)
+    h_previous = previous_states(layer.output, layer.h0, layer.reverse, layer.absent, dtype)
     gates = _pre_activations(layer, h_previous).view(T, B, 4, h)
     forget, to_cell = _to_local_derivatives(gates, layer, steps)
 
@@ -70,6 +72,14 @@ def replay_lstm(layer: LstmLayer, d_output: Tensor | None, d_hn: Tensor | None, 
             state.copy_(cotangent)
     _scan_back(gates, forget, to_cell, layer.w_hh.to(dtype), d_output.to(dtype), dh, dc, steps)
     return LstmReplay(layer, gates.view(T, B, 4 * h), h_previous, dc)
+
+
+def previous_states(output: Tensor, h0: Tensor, reverse: bool, absent: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """(T, B, h): the state before each step."""
+    previous, current = _around(h0, len(output), reverse, dtype)
+    # In reverse, a shorter sequence begins at its own end, up to which its state is the initial one.
+    current.copy_(output if absent is None else torch.where(absent, h0.to(output.dtype), output))
+    return previous
 
 
 def _around(initial: Tensor, T: int, reverse: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -97,6 +107,9 @@ def _to_local_derivatives(gates: Tensor, layer: LstmLayer, steps: range) -> tupl
     i, f, g, o = gates.unbind(2)
     g.tanh_()
     o.sigmoid_()
+    if layer.absent is not None:  # nothing is written, kept whole, and nothing read
+        for gate, value in (i, 0), (f, 1), (o, 0):
+            gate.masked_fill_(layer.absent, value)
     written = i * g
     c_previous, c = _around(layer.c0, len(steps), layer.reverse, gates.dtype)
     written_, f_, before_, after_ = (s.unbind(0) for s in (written, f, c_previous, c))

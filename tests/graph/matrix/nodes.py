@@ -32,10 +32,11 @@ Build = Callable[[], Tensor]
 # Entries of the tables that no op makes on a CPU, or whose cotangents are no ordinary tensors.
 UNMADE = frozenset(
     """
-    ConvolutionOverrideable CudnnBatchNorm CudnnConvolution CudnnCtcLoss CudnnGridSampler FusedDropout FusedRmsNorm
-    MaxPool2D MiopenBatchNorm MkldnnAdaptiveAvgPool2D MkldnnMaxPool2D MkldnnMaxPool3D MkldnnReshape
-    RegisterPostBackwardFunction ScaledDotProductCudnnAttention ScaledDotProductEfficientAttention
-    ScaledDotProductFlashAttention ScaledDotProductFusedAttentionOverrideable _DDPSink
+    ConvolutionOverrideable CudnnBatchNorm CudnnConvolution CudnnCtcLoss CudnnGridSampler CudnnRnn FusedDropout
+    FusedRmsNorm LstmMps MaxPool2D MiopenBatchNorm MiopenRnn MkldnnAdaptiveAvgPool2D MkldnnMaxPool2D MkldnnMaxPool3D
+    MkldnnReshape RegisterPostBackwardFunction ScaledDotProductCudnnAttention ScaledDotProductEfficientAttention
+    ScaledDotProductFlashAttention ScaledDotProductFusedAttentionOverrideable ThnnFusedGruCell ThnnFusedLstmCell
+    _DDPSink
     """.split()
 )
 

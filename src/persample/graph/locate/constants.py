@@ -214,6 +214,8 @@ def constant_dims(site: Site) -> list[int]:
         return _constant_letters(site, op.product)
     if op.convolution:
         return [d for d in range(len(shape)) if d != 1]
+    if op.mixes is not None:  # sequences, next to which weights and states have dims of another order
+        return list(range(len(shape)))
     if op.new_rows is not None:
         return list(op.new_rows(site.node, shape))
     if isinstance(op.flow, LetterFlows):

@@ -59,7 +59,7 @@ def _takes_data(samples: SampleMap, tape: Tape, node: int) -> bool:
     if op.product is not None:
         site = samples.sites[node]
         return any(site.edges[k] is not None and site.is_weight(k) for k in op.product.operands)
-    return op.mixed_dims is not None and tape.edges[node][0] is None
+    return (op.mixed_dims or op.mixes) is not None and tape.edges[node][0] is None
 
 
 def _is_shared(sample_index: Tensor, shape: Shape, dims: list[int], batch: int) -> bool:

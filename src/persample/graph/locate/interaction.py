@@ -85,12 +85,14 @@ def _batch_statistics(tape: Tape, samples: SampleMap) -> list[str]:
 
 def _mixed_data(tape: Tape, samples: SampleMap) -> list[str]:
     """Ops that are given data and have results of different samples in one window, norm or sequence of them."""
-    nodes = _separable(tape, samples, lambda op: op.mixed_dims)
+    nodes = _separable(tape, samples, lambda op: op.mixed_dims or op.mixes)
     with_data = [(site, layout) for site, layout in nodes if site.index in tape.fed and site.edges[0] is None]
     return [site.name for site, layout in with_data if _mixes_data(site, layout)]
 
 
 def _mixes_data(site: Site, layout: Layout) -> bool:
+    if site.op.mixes is not None:
+        return site.op.mixes(site, layout)
     assert site.op.mixed_dims is not None
     shape, dims = site.op.mixed_dims(site)
     if sample_dims(layout, site.shapes[0]) == (0,) and 0 not in dims:

@@ -51,7 +51,7 @@ def mixed_dims(site: Site) -> tuple[Shape, Shape]:
 
 def lstm(use: Use) -> Factor | None:
     """One direction of one layer of the CPU's LSTM: outputs 1 to 4 are w_ih, w_hh, b_ih, b_hh."""
-    samples = _columns(use)
+    samples = sequences(use)
     if samples is None or not 1 <= use.k <= 4:
         return None
     memo = use.site.memo
@@ -69,7 +69,7 @@ def lstm(use: Use) -> Factor | None:
     return Outer(dy, samples.group(x.transpose(0, 1)).flatten(1, 2), memo=memo["shared"])
 
 
-def _columns(use: Use) -> SampleRows | None:
+def sequences(use: Use) -> SampleRows | None:
     """Columns (T, ·) of the layer as rows that belong to samples; None if the cotangents disagree on whose they are."""
     agreed: Layout | None = None
     for shape, layout in zip(use.site.shapes, use.layouts, strict=True):

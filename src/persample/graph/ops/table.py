@@ -87,6 +87,8 @@ class Op:
     read_dims: Callable[[Site], list[int] | None] | None = None
     # The shape of its result, with channels split by group, and the dims of it along which results have data in common.
     mixed_dims: Callable[[Site], tuple[Shape, Shape]] | None = None
+    # The same where it is no matter of dims, of packed sequences: are there such data of results of several samples?
+    mixes: Callable[[Site, Layout], bool] | None = None
     # Of a batch norm: does it go by the statistics of the batch?
     averages_batch: Callable[[Site], bool] | None = None
     # The name under which it saves its data, and how many of their first dims its result keeps (0: all).

@@ -102,6 +102,11 @@ def tensor(node: Node, name: str) -> Tensor | None:
     return None if held is None else _dense(held.detach())
 
 
+def tensors(node: Node, name: str) -> tuple[Tensor, ...]:
+    """A saved list of tensors, cut off from their graphs."""
+    return tuple([_dense(held.detach()) for held in read(node, name)])
+
+
 def _dense(t: Tensor) -> Tensor:
     return t if t.layout == torch.strided else t.to_dense()
 

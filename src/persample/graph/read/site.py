@@ -64,6 +64,10 @@ class Site:
         t = self.recomputed.get(name)
         return saved.tensor(self.node, name) if t is None else t
 
+    def tensors(self, name: str) -> tuple[Tensor, ...]:
+        """A saved list of tensors; of a checkpointed node, it can be read where `saved.unpacked_often` lets it."""
+        return saved.tensors(self.node, name)
+
     def has(self, name: str) -> bool:
         """Does this kind of node have such an attribute?"""
         return saved.has(self.node, name)
