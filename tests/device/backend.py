@@ -47,6 +47,8 @@ class _Module:
 
 _setup_privateuseone_for_python_backend("strict", backend_module=_Module())
 DEVICE = torch.device("strict:0")
+_ON_HOST = {"aten::_pack_padded_sequence": 1}  # ops that keep a result on the host, and which
+_TAKES_FROM_HOST = ("aten::_pack_padded_sequence", "aten::_pack_padded_sequence_backward", "aten::_pad_packed_sequence")
 _COPIES = ("aten::_to_copy", "aten::copy_", "aten::_copy_from")
 _aten = torch.ops.aten
 
@@ -79,6 +81,21 @@ class DeviceTensor(torch.Tensor):
     def __repr__(self, **options: Any) -> str:
         return f"DeviceTensor({self.held})"
 
+    @property
+    def data(self) -> Tensor:
+        """As every tensor's; what is set comes with its numbers."""
+        data: Tensor = torch.Tensor.data.__get__(self)
+        return data
+
+    @data.setter
+    def data(self, value: DeviceTensor) -> None:
+        torch.Tensor.data.__set__(self, value)
+        self.held = value.held
+
+    def tolist(self) -> Any:
+        """By way of the CPU."""
+        return self.cpu().tolist()
+
     def numpy(self, **options: Any) -> Any:
         """Refused, as it is for every device but the CPU."""
         raise TypeError("can't convert a tensor of this device to numpy: use Tensor.cpu() first")
@@ -89,6 +106,7 @@ class DeviceTensor(torch.Tensor):
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         onto_device = _place_of_result(kwargs)
         _refuse_mixtures(func, given, kwargs)
+        name = func._schema.name
         kernel = KERNELS.get(func, func)
         result = kernel(*tree_map(_held, args), **tree_map(_held, kwargs))
         own = {id(t.held): t for t in given if isinstance(t, DeviceTensor)}
@@ -99,11 +117,21 @@ class DeviceTensor(torch.Tensor):
                 return t
             if id(t) in own:
                 return own[id(t)]
-            return DeviceTensor(t.resolve_conj().resolve_neg()) if onto_device or not given else t
+            return DeviceTensor(_plain(t)) if onto_device or not given else t
 
-        if func._schema.name == "aten::copy_":
+        for t in own.values():
+            if (t.shape, t.stride()) != (t.held.shape, t.held.stride()):  # reshaped in place, or resized
+                torch.Tensor.data.__set__(t, DeviceTensor(t.held))
+        if name == "aten::copy_":
             return args[0]
+        if name in _ON_HOST:
+            return tuple(t if place == _ON_HOST[name] else wrapped(t) for place, t in enumerate(result))
         return tree_map(wrapped, result)
+
+
+def _plain(t: Tensor) -> Tensor:
+    """Numbers without what is left to be done; this device has no sparse tensors."""
+    return (t if t.layout == torch.strided else t.to_dense()).resolve_conj().resolve_neg()
 
 
 def _held(value: Any) -> Any:
@@ -122,7 +150,7 @@ def _place_of_result(kwargs: dict[str, Any]) -> bool:
 def _refuse_mixtures(func: Any, given: Sequence[Tensor], kwargs: Mapping[str, Any]) -> None:
     """Raise what an accelerator would raise for operands on several devices."""
     strangers = [t for t in given if not isinstance(t, DeviceTensor) and t.ndim]
-    if strangers and func._schema.name not in _COPIES:
+    if strangers and func._schema.name not in (*_COPIES, *_TAKES_FROM_HOST):
         _refuse(
             f"Expected all tensors to be on the same device, but {func} was given tensors on cpu of shapes "
             f"{[tuple(t.shape) for t in strangers]} beside those on {DEVICE}"
@@ -133,7 +161,7 @@ def _refuse_mixtures(func: Any, given: Sequence[Tensor], kwargs: Mapping[str, An
 
 
 def _refuse(why: str) -> None:
-    """Raise, or remember it in the engine's thread: PyTorch ends the process if an op of a Python backend fails there."""
+    """Raise, or remember it in the engine's thread: PyTorch ends the process if a Python backend raises there."""
     if threading.current_thread() is threading.main_thread():
         raise RuntimeError(why)
     _refused.append(why)

@@ -1,6 +1,6 @@
 """Ops that the strict device has and the CPU has not: fused cells of recurrent layers, and fused attention.
 
-PyTorch takes them on accelerators. What it saves between forward and backward (a workspace) is this module's own choice.
+PyTorch takes them on accelerators. What is saved between forward and backward (a workspace) is this module's choice.
 """
 
 from __future__ import annotations

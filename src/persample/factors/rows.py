@@ -116,7 +116,7 @@ class Rows(Factor):
 
         As many as there are positions: what is left over has the id V, and zeros.
         """
-        ids, order = self.ids.sort(1)
+        ids, order = self.ids.contiguous().sort(1)
         first = torch.ones_like(ids, dtype=torch.bool)
         torch.ne(ids[:, 1:], ids[:, :-1], out=first[:, 1:])
         place = first.cumsum(1) + (self._starts(self.positions) - 1)
