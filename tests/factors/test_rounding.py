@@ -69,7 +69,13 @@ def test_norms_of_terms_that_cancel(kind: str, big: float) -> None:
     norms, sizes = flat(want).norm(dim=1), factor.term_norms()
     allowed = torch.maximum(1e-6 * norms, 16 * torch.finfo(torch.float32).eps * sizes)
     assert bool(((factor.norms() - norms).abs() <= allowed).all())
-    # No sample adds more than its norm, whatever it is taken to be, to a clipped sum.
+
+
+@pytest.mark.parametrize("big", [1.0, 10.0, 1e2, 1e3, 1e4, 1e6])
+@pytest.mark.parametrize("kind", CANCELLING)
+def test_sums_of_terms_that_cancel(kind: str, big: float) -> None:
+    """No sample adds more than its norm, whatever it is taken to be, to a clipped sum."""
+    factor, _ = cancelling(kind, big, torch.float32)
     for i in range(4):
         weights = torch.zeros(4).index_fill(0, torch.tensor(i), 1) / factor.norms()
         assert float(bounded_sum(factor, weights).norm()) <= 1 + 1e-3

@@ -13,6 +13,7 @@ from ..kernels.norms import row_norms, wide
 from .base import Factor, Selection, Shape
 from .integer_sums import IntegerSum, RowsSum
 from .limits import Unit, roundoff
+from .norms import norms_from_stacks
 from .stacks import real_rows, squares
 from .workspace import Workspace
 
@@ -131,8 +132,9 @@ class Rows(Factor):
 
     def _compute_norms(self, space: Workspace) -> Tensor:
         if not can_look(self.device):
-            small = self.size <= _SMALL_TABLE * self.positions
-            return super()._compute_norms(space) if small else row_norms(self._row_gradients_without_looking()[1])
+            if self.size <= _SMALL_TABLE * self.positions:
+                return norms_from_stacks(self.upcast(wide(self.dtype)), space)
+            return row_norms(self._row_gradients_without_looking()[1])
         sample, _, totals = self._row_gradients()
         each = row_norms(totals)
         largest = each.new_zeros(self.batch).scatter_reduce_(0, sample, each, "amax")
@@ -233,7 +235,8 @@ class Rows(Factor):
             mine = self.ids[some].reshape(-1, 1)
             products = real_rows(self.dy[some].flatten(0, 1)) @ rows.t()
             products = torch.where((mine == ids) & (mine >= 0), products, 0)
-            out[some] = products.view(-1, self.positions, other.batch, other.positions).sum((1, 3))
+            sizes = len(self.ids[some]), self.positions, other.batch, other.positions
+            out[some] = products.view(sizes).sum((1, 3))
         return out
 
     def _only(self, ids: Tensor) -> Rows:

@@ -59,7 +59,7 @@ class Run:
 
     def add(self, names: Sequence[str], factor: Factor) -> None:
         """Take the complete factor of one parameter, or of several, whose samples follow one another (`Part`)."""
-        if len(names) == 1 and self._takes_stacks and is_worth_writing_out(factor):
+        if len(names) == 1 and self._takes_stacks and is_worth_writing_out(factor) and self._has_room(factor, waits=True):
             factor = Dense(factor.stack())
         for name, part in zip(names, split(self._written_out_if_it_pays(factor), len(names)), strict=True):
             for reduction in self.reductions:
@@ -74,10 +74,16 @@ class Run:
         """The factor for all reductions: written out if several passes are faster then, and memory allows."""
         if not self._reused or not factor.prefers_stack(reused=True):
             return factor
-        size = factor.stack_bytes
-        saves = self._keeps_factors and size <= factor.nbytes  # less to keep than what the gradients are made from
-        if not saves and self._kept_bytes + size > self._space.limit:
+        if not self._has_room(factor, waits=self._keeps_factors):
             return factor
-        if self._keeps_factors and not saves:
-            self._kept_bytes += size
         return Dense(factor.stack(recycled((factor.batch, *factor.shape), factor.dtype, factor.device)))
+
+    def _has_room(self, factor: Factor, *, waits: bool) -> bool:
+        """Is there memory for the gradients written out? If they wait for the end of the backward, they are counted."""
+        size = factor.stack_bytes
+        if self._keeps_factors and size <= factor.nbytes:  # less to keep than what the gradients are made from
+            return True
+        if self._kept_bytes + size > self._space.limit:
+            return False
+        self._kept_bytes += size if waits else 0
+        return True
