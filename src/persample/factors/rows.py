@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.norms import row_norms, wide
+from ..kernels.rows import rows_summed
 from .base import Factor, Selection, Shape
 from .integer_sums import IntegerSum, RowsSum
 from .limits import Unit, roundoff
@@ -61,7 +62,8 @@ class Rows(Factor):
         if not out.is_contiguous():
             out += self.stack()
             return
-        places, values = self._used_rows()
+        exact = out.dtype == wide(out.dtype)
+        places, values = self._used_rows() if exact else self._summed_rows()  # half precision is rounded once
         out.view(self.batch * self.size, *self.dy.shape[2:]).index_add_(0, places, values.to(out.dtype))
 
     def _used_rows(self) -> tuple[Tensor, Tensor]:
@@ -83,12 +85,15 @@ class Rows(Factor):
     def prefers_stack(self, reused: bool) -> bool:
         return False
 
-    def _row_gradients(self) -> tuple[Tensor, Tensor, Tensor]:
-        """For every pair of a sample and a row that it uses: the sample, the id, and the row's gradient."""
+    def _summed_rows(self) -> tuple[Tensor, Tensor]:
+        """The places b·V + id of all rows that are used, each once, and their gradients in float32 or wider."""
         places, values = self._used_rows()
         used, inverse = torch.unique(places, return_inverse=True)
-        totals = values.new_zeros(len(used), *values.shape[1:], dtype=wide(values.dtype))
-        totals.index_add_(0, inverse, values.to(totals.dtype))
+        return used, rows_summed(values.to(wide(values.dtype)), inverse, len(used))
+
+    def _row_gradients(self) -> tuple[Tensor, Tensor, Tensor]:
+        """For every pair of a sample and a row that it uses: the sample, the id, and the row's gradient."""
+        used, totals = self._summed_rows()
         return used // self.size, used % self.size, totals
 
     def _compute_norms(self, space: Workspace) -> Tensor:

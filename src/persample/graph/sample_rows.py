@@ -9,6 +9,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from ..kernels.rows import rows_summed
 from .layout import Block, Layout, Shape, broadcast_dims, labels, sample_dims, split
 
 
@@ -63,8 +64,7 @@ class SampleRows:
             return t.reshape(self.a, self.batch, self.b, *rest).sum((0, 2))
         rows = self._rows.to(t.device)
         live = rows >= 0
-        result = t.new_zeros(self.batch, *t.shape[1:])
-        return result.index_add_(0, rows[live], t[live])
+        return rows_summed(t[live], rows[live], self.batch)
 
     def order(self) -> Tensor:
         """(B, T): the rows of every sample, -1 where it has fewer."""

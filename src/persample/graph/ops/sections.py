@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...factors import Dense, Factor, View
 from ...factors.rearrange import Section
+from ...kernels.rows import rows_summed
 from ..layout import NOBODY, Flow, Labels, Layout, Outcome, Shape, labels, same, sample_dims, simplify
 from ..read.site import Site
 from .dims import but, follow, keep, only
@@ -162,7 +163,7 @@ def repeat(use: Use) -> Factor | None:
         return None
     index = samples_of_rows[:, 0] if samples_of_rows.shape[1] else samples_of_rows.new_full((len(rows),), -1)
     live = (index >= 0).to(rows.device)
-    total = rows.new_zeros(use.batch, *target).index_add_(0, index.to(rows.device)[live], rows[live])
+    total = rows_summed(rows[live], index.to(rows.device)[live], use.batch)
     return Dense(total.reshape(use.batch, *use.target))
 
 
