@@ -99,6 +99,8 @@ class Rows(Factor):
     def _compute_norms(self, space: Workspace) -> Tensor:
         sample, _, totals = self._row_gradients()
         each = row_norms(totals)
+        if totals.dtype != self.dtype:  # infinite where a row is in the gradients' dtype
+            each = torch.where(row_norms(totals.to(self.dtype)).isinf(), torch.inf, each)
         largest = each.new_zeros(self.batch).scatter_reduce_(0, sample, each, "amax")
         scale = torch.where((largest > 0) & largest.isfinite(), largest, 1)
         squares = torch.zeros_like(scale).index_add_(0, sample, (each / scale[sample]).square())
