@@ -15,5 +15,6 @@ def dense(value: Tensor, layout: Layout, target: Shape, dtype: torch.dtype | Non
 
     An operand of another ``dtype`` has its gradients in it. Sums are computed in the wider of both.
     """
-    dtype = dtype or value.dtype
+    if dtype is None or dtype == value.dtype:
+        return Dense(sum_per_sample(value, layout, target))
     return Dense(sum_per_sample(value.to(torch.promote_types(value.dtype, dtype)), layout, target).to(dtype))
