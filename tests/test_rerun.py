@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from persample.rerun import CallRecorder, RecordedCall, compare_with_fewer_samples
+from persample.rerun import CallRecorder, RecordedCall, compare_with_fewer_samples, rounding_tolerance
 
 
 def mlp() -> nn.Sequential:
@@ -74,3 +74,11 @@ def test_outputs_that_depend_on_the_batch_differ() -> None:
 
 def test_one_sample_proves_nothing() -> None:
     assert compare_with_fewer_samples(RecordedCall("", Centred(), (torch.randn(1, 3),), {}), 1) is None
+
+
+def test_autocast_on_the_cpu_is_coarse() -> None:
+    model = nn.Linear(2, 2)
+    exact = rounding_tolerance(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert rounding_tolerance(model) > 10 * exact
+    assert rounding_tolerance(nn.Linear(2, 2).bfloat16()) > 10 * exact

@@ -180,3 +180,19 @@ def test_rows_are_plain_records() -> None:
     row = Row("w", (2,), 0.0, 1.0, True)
     with pytest.raises(AttributeError):
         row.ok = False  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_what_is_rounded_under_autocast_is_no_error(dtype: torch.dtype) -> None:
+    """Gradients of float32 parameters are as coarse as what they were computed from; a wrong one is still seen."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(6, 20), nn.LayerNorm(20), nn.Linear(20, 3)), torch.randn(5, 40, 6)
+
+    def losses() -> torch.Tensor:
+        with torch.autocast("cpu", dtype=dtype):
+            return model(x).float().square().mean((1, 2))
+
+    report = check(losses, model)
+    assert report.ok, report
+    assert report.max_error > 1e-5
+    assert not check(losses, model, rtol=1e-6, atol=0.0).ok

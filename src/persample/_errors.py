@@ -25,7 +25,7 @@ class NonFiniteError(RuntimeError):
         self.samples, self.batch, self.elsewhere = samples, batch, elsewhere
 
     def __str__(self) -> str:
-        remedy = "Look at these samples, or leave them out with nonfinite='drop'"
+        remedy = "Look at these samples, scale losses less if it was for float16, or pass nonfinite='drop'"
         if not self.samples:
             return f"gradients of {self.elsewhere} samples on other ranks are not finite. {remedy}"
         shown = ", ".join(map(str, self.samples[:20])) + (", …" if len(self.samples) > 20 else "")

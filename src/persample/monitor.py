@@ -102,21 +102,28 @@ class Monitor:
         self._averages: dict[str | None, tuple[float, float]] = {}  # trace and signal by layer, None for all of them
 
     def __call__(
-        self, losses: Tensor, *, ids: Sequence[Any] | Tensor | None = None, step: int | None = None
+        self,
+        losses: Tensor,
+        *,
+        scale: float = 1.0,
+        ids: Sequence[Any] | Tensor | None = None,
+        step: int | None = None,
     ) -> Record | None:
         """Look at the losses' gradients if it is time to, before the loop's own backward; the graph is kept for it.
 
         Args:
             losses: one per sample, of shape (B,), with their graph.
+            scale: what the losses are multiplied by for the backward, so that float16 holds their gradients:
+                ``scaler.get_scale()``. What is logged is of the losses themselves.
             ids: what to call the samples; by default, by their place in the batch.
             step: the number of this step; by default, one more than the last.
 
         Returns:
             A `Record`, or None if it was not time.
         """
-        if not self._due(losses, ids, step):
+        if not self._due(losses, scale, ids, step):
             return None
-        record, _ = self._look(losses, ids, retain_graph=True)
+        record, _ = self._look(losses, scale, ids, retain_graph=True)
         return record
 
     def backward(
@@ -133,18 +140,20 @@ class Monitor:
 
         Args:
             losses: one per sample, of shape (B,), with their graph.
-            scale: what the mean is multiplied by: 1 / n for gradients that are accumulated over n batches.
+            scale: what the mean is multiplied by: 1 / n for gradients that are accumulated over n batches,
+                ``scaler.get_scale()`` for those that a ``GradScaler`` will unscale. What is logged is of the losses
+                themselves.
             ids: what to call the samples; by default, by their place in the batch.
             step: the number of this step; by default, one more than the last.
 
         Returns:
             A `Record`, or None if it was not time.
         """
-        if not self._due(losses, ids, step):
+        if not self._due(losses, scale, ids, step):
             (scale * losses.mean()).backward()
             return None
         alone = self._alone(losses)
-        record, spread = self._look(losses, ids, retain_graph=not alone)
+        record, spread = self._look(losses, scale, ids, retain_graph=not alone)
         if not alone:
             (scale * losses.mean()).backward()
             return record
@@ -152,7 +161,7 @@ class Monitor:
         means = {id(params[name]): (params[name], mean) for name, mean in spread.means.items()}  # may be there twice
         with boundary(losses):
             for p, mean in means.values():
-                accumulate(p, mean.mul_(scale), late_hooks(p))
+                accumulate(p, mean, late_hooks(p))
         return record
 
     def close(self) -> None:
@@ -160,9 +169,11 @@ class Monitor:
         if self._own is not None:
             self._own.close()
 
-    def _due(self, losses: Tensor, ids: Sequence[Any] | Tensor | None, step: int | None) -> bool:
+    def _due(self, losses: Tensor, scale: float, ids: Sequence[Any] | Tensor | None, step: int | None) -> bool:
         """Count the step; whether it is one to be logged."""
         check_losses(losses)
+        if not (math.isfinite(scale) and scale):
+            raise ValueError(f"scale must be a finite number other than 0, not {scale!r}")
         if ids is not None and len(ids) != len(losses):
             raise ValueError(f"ids must name every sample: there are {len(losses)} losses and {len(ids)} ids")
         self.step = (self.step if step is None else step) + 1
@@ -174,10 +185,14 @@ class Monitor:
             return False
         return not Roots.of_losses(losses).tape(named(self.params).values()).others
 
-    def _look(self, losses: Tensor, ids: Sequence[Any] | Tensor | None, *, retain_graph: bool) -> tuple[Record, Spread]:
-        (spread,) = reduce(losses, self.params, MeanAndNorms(), retain_graph=retain_graph)
+    def _look(
+        self, losses: Tensor, scale: float, ids: Sequence[Any] | Tensor | None, *, retain_graph: bool
+    ) -> tuple[Record, Spread]:
+        """The record of the losses, and the spread of the losses times ``scale``."""
+        scaled = losses if scale == 1 else losses * scale
+        (spread,) = reduce(scaled, self.params, MeanAndNorms(), retain_graph=retain_graph)
         names = list(range(len(losses))) if ids is None else ids.tolist() if isinstance(ids, Tensor) else list(ids)
-        self.last = self._record(spread, names)
+        self.last = self._record(spread.divided(abs(scale)), names)
         if self._log is not None:
             self._log(self.last, self.prefix)
         if self._own is not None:

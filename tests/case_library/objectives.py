@@ -45,15 +45,16 @@ def objective(B: int, loss: Callable[[Tensor], Tensor]) -> Program:
 @case(
     {
         "plain": {},
-        "weighted": {"weight": torch.tensor([0.2, 1.0, 2.0, 0.5], dtype=torch.float64)},
+        "weighted": {"weight": [0.2, 1.0, 2.0, 0.5]},
         "smoothed": {"label_smoothing": 0.2},
         "ignored": {"ignore_index": 1},
     },
     batches=(4, 1, 0, 9),
 )
-def classification(B: int, **options: Tensor | float) -> Program:
+def classification(B: int, weight: list[float] | None = None, **options: float) -> Program:
     net, x, y = nn.Linear(3, 4), torch.randn(B, 3), torch.arange(B) % 3
-    return net, lambda: F.cross_entropy(net(x), y, reduction="none", **options)
+    weights = None if weight is None else torch.tensor(weight)
+    return net, lambda: F.cross_entropy(net(x), y, weights, reduction="none", **options)
 
 
 @case({"plain": {}, "ignored": {"ignore_index": 1}, "smoothed": {"label_smoothing": 0.1}})

@@ -68,6 +68,22 @@ def _build(made: Case, B: int) -> Program:
     return params, losses
 
 
+def in_half(case: Case, dtype: torch.dtype, *, autocast: bool) -> Callable[[int], Program]:
+    """The case's program in half precision: by autocast, or because all its parameters and data have that dtype."""
+    made = replace(case.build.args[0], dtype=torch.float32 if autocast else dtype)  # type: ignore[attr-defined]
+
+    def build(B: int) -> Program:
+        params, program = _build(made, B)
+
+        def losses() -> Tensor:
+            with torch.autocast("cpu", dtype=dtype, enabled=autocast):
+                return program()
+
+        return params, losses
+
+    return build
+
+
 @contextmanager
 def _surroundings(made: Case) -> Iterator[None]:
     """The case's default dtype and seed; PyTorch's own warnings are not what a case is about."""

@@ -180,6 +180,10 @@ class Sum(Factor):
         return Sum([term[samples] for term in self.terms])
 
     def stack(self, out: Tensor | None = None) -> Tensor:
+        dtype = wide(self.dtype)
+        if dtype != self.dtype and (out is None or out.dtype != dtype):  # half precision is rounded once, at the end
+            total = self.stack(torch.empty(self.batch, *self.shape, dtype=dtype, device=self.device))
+            return total.to(self.dtype) if out is None else out.copy_(total)
         total = self.terms[0].stack(out)
         if out is None and isinstance(self.terms[0], (Dense, View)):
             total = total.to(self.dtype, copy=True)  # a dense term returns its own storage
@@ -194,6 +198,7 @@ class Sum(Factor):
             part = term.elements(start, stop)
             if part is None:
                 return None
+            part = part.to(wide(self.dtype))
             total = part if total is None else total + part
         return total
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ..kernels.devices import can_look
 from ..kernels.norms import row_norms, wide
+from ..kernels.rows import rows_summed
 from .base import Factor, Selection, Shape
 from .integer_sums import IntegerSum, RowsSum
 from .limits import Unit, roundoff
-from .norms import norms_from_stacks
 from .stacks import real_rows, squares
 from .workspace import Workspace
 
@@ -69,7 +69,11 @@ class Rows(Factor):
         if not out.is_contiguous():
             out += self.stack()
             return
-        places, values = self._used_rows()
+        if out.dtype != wide(out.dtype) and not can_look(self.device):
+            out += self.upcast(wide(self.dtype)).stack().to(out.dtype)
+            return
+        exact = out.dtype == wide(out.dtype)
+        places, values = self._used_rows() if exact else self._summed_rows()  # half precision is rounded once
         out.view(self.batch * self.size, *self.dy.shape[2:]).index_add_(0, places, values.to(out.dtype))
 
     def _used_rows(self) -> tuple[Tensor, Tensor]:
@@ -104,12 +108,15 @@ class Rows(Factor):
     def prefers_stack(self, reused: bool) -> bool:
         return False
 
-    def _row_gradients(self) -> tuple[Tensor, Tensor, Tensor]:
-        """For every pair of a sample and a row that it uses: the sample, the id, and the row's gradient."""
+    def _summed_rows(self) -> tuple[Tensor, Tensor]:
+        """The places b·V + id of all rows that are used, each once, and their gradients in float32 or wider."""
         places, values = self._used_rows()
         used, inverse = torch.unique(places, return_inverse=True)
-        totals = values.new_zeros(len(used), *values.shape[1:], dtype=wide(values.dtype))
-        totals.index_add_(0, inverse, values.to(totals.dtype))
+        return used, rows_summed(values.to(wide(values.dtype)), inverse, len(used))
+
+    def _row_gradients(self) -> tuple[Tensor, Tensor, Tensor]:
+        """For every pair of a sample and a row that it uses: the sample, the id, and the row's gradient."""
+        used, totals = self._summed_rows()
         return used // self.size, used % self.size, totals
 
     def _row_gradients_without_looking(self) -> tuple[Tensor, Tensor]:
@@ -132,15 +139,23 @@ class Rows(Factor):
 
     def _compute_norms(self, space: Workspace) -> Tensor:
         if not can_look(self.device):
-            if self.size <= _SMALL_TABLE * self.positions:
-                return norms_from_stacks(self.upcast(wide(self.dtype)), space)
-            return row_norms(self._row_gradients_without_looking()[1])
+            if self.size > _SMALL_TABLE * self.positions:
+                return self._norms_in_range(self._row_gradients_without_looking()[1])
+            stacks = self.upcast(wide(self.dtype)).stacks(space)
+            return torch.cat([self._norms_in_range(stack) for _, stack in stacks])
         sample, _, totals = self._row_gradients()
-        each = row_norms(totals)
+        each = self._norms_in_range(totals)
         largest = each.new_zeros(self.batch).scatter_reduce_(0, sample, each, "amax")
         scale = torch.where((largest > 0) & largest.isfinite(), largest, 1)
         squares = torch.zeros_like(scale).index_add_(0, sample, (each / scale[sample]).square())
         return squares.sqrt() * scale
+
+    def _norms_in_range(self, totals: Tensor) -> Tensor:
+        """The norms of rows of totals in float32 or wider: infinite where one is in the gradients' dtype."""
+        norms = row_norms(totals)
+        if totals.dtype == self.dtype:
+            return norms
+        return torch.where(row_norms(totals.to(self.dtype)).isinf(), torch.inf, norms)
 
     def term_norms(self) -> Tensor:
         """Σ_t ‖dy_t‖."""

@@ -9,6 +9,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from ..kernels.norms import wide
+from ..kernels.rows import rows_summed
 from .layout import Block, Layout, Shape, broadcast_dims, labels, sample_dims, split
 
 
@@ -66,10 +68,9 @@ class SampleRows:
             if self.a == self.b == 1:
                 return t.reshape(self.batch, *rest)
             return t.reshape(self.a, self.batch, self.b, *rest).sum((0, 2))
-        rows = self._rows
-        nobodys = int(bool((rows < 0).any()))  # one row more, for all of these
-        rows = torch.where(rows < 0, self.batch, rows).to(t.device, non_blocking=True)
-        return t.new_zeros(self.batch + nobodys, *t.shape[1:]).index_add_(0, rows, t)[: self.batch]
+        nobodys = int(bool((self._rows < 0).any()))  # one row more, for all of these
+        rows = torch.where(self._rows < 0, self.batch, self._rows).to(t.device, non_blocking=True)
+        return rows_summed(t, rows, self.batch + nobodys)[: self.batch]
 
     def order(self) -> Tensor:
         """(B, T): the rows of every sample, -1 where it has fewer."""
@@ -115,8 +116,8 @@ def sum_per_sample(t: Tensor, layout: Layout, target: Shape) -> Tensor:
     if dim is None:
         grouped = t.reshape(*sizes, *target)
         return grouped.sum(1) if over else grouped.squeeze(1)
-    wide: Tensor = t.unflatten(dim, sizes)
-    kept = wide.sum(over, keepdim=True) if over else wide
+    split_up: Tensor = t.unflatten(dim, sizes)
+    kept = split_up.sum(over, keepdim=True) if over else split_up
     return kept.movedim(dim + 1, 0).reshape(layout.batch, *target)
 
 
@@ -135,9 +136,9 @@ def _route(layout: Block, shape: Shape, target: Shape) -> tuple[int | None, Shap
     if dim == 0 and a == 1 and len(reduced) == len(shape) - len(target) and shape[len(reduced) :] == target:
         rows = prod(shape[: len(reduced)]) // layout.batch
         return None, (layout.batch, rows), () if rows == 1 else (1,)
-    wide = (*shape[:dim], a, layout.batch, b, *shape[dim + 1 :])
+    longer = (*shape[:dim], a, layout.batch, b, *shape[dim + 1 :])
     over = [d for d in reduced if d < dim] + [dim, dim + 2] + [d + 2 for d in reduced if d > dim]
-    return dim, (a, layout.batch, b), tuple(d for d in over if wide[d] != 1)
+    return dim, (a, layout.batch, b), tuple(d for d in over if longer[d] != 1)
 
 
 def _sum_labelled(t: Tensor, layout: Layout, reduced: Sequence[int], varying: Sequence[int], target: Shape) -> Tensor:
@@ -147,7 +148,7 @@ def _sum_labelled(t: Tensor, layout: Layout, reduced: Sequence[int], varying: Se
     """
     shape = tuple(t.shape)
     others = [d for d in reduced if d not in varying]
-    part = t.sum(others, keepdim=True) if others else t
+    part = t.sum(others, keepdim=True, dtype=wide(t.dtype)) if others else t  # not rounded between both sums
     staying = [d for d in varying if d not in reduced]
     rest = [d for d in range(len(shape)) if d not in varying]
     rows = part.permute([*varying, *rest]).reshape(prod(shape[d] for d in varying), prod(part.shape[d] for d in rest))
@@ -162,4 +163,4 @@ def _sum_labelled(t: Tensor, layout: Layout, reduced: Sequence[int], varying: Se
     summed = SampleRows.labelled(layout.batch * places, index).sum(rows)
     sizes = [shape[d] for d in staying] + [part.shape[d] for d in rest]
     order = [0, *[(staying + rest).index(d) + 1 for d in range(len(shape)) if d in staying or d in rest]]
-    return summed.reshape(layout.batch, *sizes).permute(order).reshape(layout.batch, *target)
+    return summed.to(t.dtype).reshape(layout.batch, *sizes).permute(order).reshape(layout.batch, *target)

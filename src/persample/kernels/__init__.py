@@ -4,6 +4,7 @@ convolution/      weight gradients of convolutions for each sample, and their no
 geometry.py       the options of a convolution in one record
 gram.py           norms of sums of outer products from Gram matrices
 norms.py          Euclidean norms that neither overflow, underflow nor drift
+rows.py           rows added up by index
 recurrence.py     the cotangents inside one LSTM layer
 recurrences.py    the same for GRUs and plain ones, and for layers above one another, in both directions
 cross_entropy.py  the gradient of cross entropy at logits that were not kept

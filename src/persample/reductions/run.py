@@ -59,7 +59,12 @@ class Run:
 
     def add(self, names: Sequence[str], factor: Factor) -> None:
         """Take the complete factor of one parameter, or of several, whose samples follow one another (`Part`)."""
-        if len(names) == 1 and self._takes_stacks and is_worth_writing_out(factor) and self._has_room(factor, waits=True):
+        if (
+            len(names) == 1
+            and self._takes_stacks
+            and is_worth_writing_out(factor)
+            and self._has_room(factor, waits=True)
+        ):
             factor = Dense(factor.stack())
         for name, part in zip(names, split(self._written_out_if_it_pays(factor), len(names)), strict=True):
             for reduction in self.reductions:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,6 +22,10 @@ class Spread:
     norms: Tensor  # (P, B): of every sample's gradient
     mean_norms: Tensor  # (P,): of the mean over those samples whose gradients of that parameter are finite
     means: dict[str, Tensor]  # over all samples, of the parameters that the losses reach
+
+    def divided(self, scale: float) -> Spread:
+        """The same with all norms divided by a number, for gradients of losses that were multiplied by it."""
+        return self if scale == 1 else replace(self, norms=self.norms / scale, mean_norms=self.mean_norms / scale)
 
     def unbiased(self) -> tuple[Tensor, Tensor]:
         """(P,) each: the trace of the gradients' covariance, and the squared norm of their expectation.

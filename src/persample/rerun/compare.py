@@ -29,9 +29,10 @@ class Comparison:
 
 def rounding_tolerance(model: nn.Module) -> float:
     """The difference allowed for rounding, which varies with the batch size; coarse if anything has half precision."""
-    dtypes = {t.dtype for t in [*model.parameters(), *model.buffers()] if t.is_floating_point()}
-    if torch.is_autocast_enabled():
+    tensors = [t for t in [*model.parameters(), *model.buffers()] if t.is_floating_point()]
+    if any(torch.is_autocast_enabled(kind) for kind in {"cpu", *[t.device.type for t in tensors]}):
         return _COARSE_TOLERANCE
+    dtypes = {t.dtype for t in tensors}
     return max((_TOLERANCE.get(dtype, _COARSE_TOLERANCE) for dtype in dtypes), default=_TOLERANCE[torch.float32])
 
 

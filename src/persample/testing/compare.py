@@ -13,6 +13,7 @@ from .._errors import PerformanceWarning
 from .._table import render
 from ..checks import check_losses
 from ..graph.read.roots import Roots
+from ..graph.read.saved import metadata
 from ..params import Params, named
 from ..verbs import grad
 
@@ -133,7 +134,7 @@ def check(
         losses_fn: computes the losses, shape (B,), afresh at every call, with the same result (no active dropout).
         params: as for ``persample.grad``.
         rtol: allowed difference relative to the sample's largest gradient of the parameter; by default what its dtype
-            can hold.
+            can hold, or half precision if the losses were computed in it, as under ``torch.autocast``.
         atol: differences up to this size are allowed whatever the gradients are; by default ten units in the last place
             of the largest gradient of all.
 
@@ -154,14 +155,30 @@ def check(
     got = result if isinstance(result, dict) else {str(i): g for i, g in enumerate(result)}
     notes = tuple(str(w.message) for w in caught if issubclass(w.category, PerformanceWarning))
     largest = max((float(w.abs().nan_to_num(posinf=0).max()) for w in want.values() if w.numel()), default=0.0)
-    rows = tuple(_compare(name, got[name], want[name], largest, rtol, atol) for name in want)
+    coarse = _halves(first)
+    rows = tuple(_compare(name, got[name], want[name], coarse, largest, rtol, atol) for name in want)
     return Report(rows, len(first), notes)
 
 
-def _compare(name: str, got: Tensor, want: Tensor, largest: float, rtol: float | None, atol: float | None) -> Row:
+def _halves(losses: Tensor) -> set[torch.dtype]:
+    """The half precisions among the cotangents of a graph."""
+    nodes = Roots.of_losses(losses).read().nodes
+    return {m.dtype for node in nodes for m in metadata(node)} & {torch.float16, torch.bfloat16}
+
+
+def _compare(
+    name: str,
+    got: Tensor,
+    want: Tensor,
+    coarse: set[torch.dtype],
+    largest: float,
+    rtol: float | None,
+    atol: float | None,
+) -> Row:
     """One parameter's row: every sample against its own largest gradient; NaN on one side only is an infinite error."""
-    allowed = _tolerance(want.dtype) if rtol is None else rtol
-    floor = 10 * torch.finfo(want.dtype).eps * largest if atol is None else atol
+    dtypes = {want.dtype, *coarse}
+    allowed = max(map(_tolerance, dtypes)) if rtol is None else rtol
+    floor = 10 * max(torch.finfo(dtype).eps for dtype in dtypes) * largest if atol is None else atol
     wide = torch.complex128 if want.is_complex() else torch.float64
     a, b = (t.to(wide).reshape(len(want), -1 if want.numel() else 0) for t in (got, want))
     alike = (a == b) | (a.isnan() & b.isnan())

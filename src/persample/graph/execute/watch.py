@@ -17,7 +17,7 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from ..._errors import UnsupportedError
-from ..read.saved import has_memory, is_custom, version
+from ..read.saved import is_custom, memory, version
 from ..read.tape import Graph, Slot
 
 
@@ -90,18 +90,14 @@ class Births:
             if g is not None:
                 others = [*inputs, *outputs[:k], *outputs[k + 1 :]]
                 custom = is_custom(self._nodes[number])
-                shared = custom or any(t is not None and _memory(t) == _memory(g) for t in others)
-                self._made.setdefault(slot, []).append((_memory(g), version(g)) if shared else None)
+                shared = custom or any(t is not None and memory(t) == memory(g) for t in others)
+                self._made.setdefault(slot, []).append((memory(g), version(g)) if shared else None)
 
     def check(self, returned: Mapping[Slot, Tensor]) -> None:
         """Raise if one that others could see was changed; the sum of several is the engine's own."""
         for slot, g in returned.items():
             made = self._made.get(slot, ())
             if len(made) == 1 and made[0] is not None:
-                memory, then = made[0]
-                if _memory(g) == memory and version(g) != then:
+                place, then = made[0]
+                if memory(g) == place and version(g) != then:
                     raise changed_in_place(g)
-
-
-def _memory(t: Tensor) -> int:
-    return t.untyped_storage().data_ptr() if has_memory(t) else id(t)

@@ -277,7 +277,7 @@ def is_data(t: Tensor) -> bool:
 def memory_of_rows(node: Node) -> set[int]:
     """The memory in which the constants of a node lie, of those that have rows."""
     rows = [t for t in saved.constants(node) if t.ndim > 1 and is_data(t) and t.layout == torch.strided]
-    return {t.untyped_storage().data_ptr() for t in rows}
+    return {saved.memory(t) for t in rows}
 
 
 def goes_by_sample(site: Site, layout: Layout) -> bool:

@@ -10,6 +10,7 @@ from torch.autograd.graph import Node
 from ...factors import Convolution, Dense, Factor, Outer, View
 from ...factors.rearrange import Reshape
 from ...kernels.convolution import Geometry
+from ...kernels.norms import wide
 from ..layout import Flow, Outcome, Shape, sample_dims
 from ..read.site import Site
 from .dims import by_letters, keep, leading, only
@@ -47,7 +48,8 @@ def convolution(use: Use) -> Factor | None:
     if samples is None or g.is_complex():
         return None
     if use.k == 2:
-        return Dense(samples.sum(g.sum(tuple(range(2, g.ndim)))))
+        of_images = g.sum(tuple(range(2, g.ndim)), dtype=wide(g.dtype))
+        return Dense(samples.sum(of_images).to(g.dtype))
     geometry = Geometry(
         stride=_per_dim(use, "stride"),
         padding=_per_dim(use, "padding"),

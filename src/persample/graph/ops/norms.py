@@ -77,9 +77,9 @@ def _affine(use: Use, broadcast: Shape, normalised: Callable[[], Tensor]) -> Fac
     """Σ g · x̂ for the scale (output 1) and Σ g for the shift (output 2), over a sample's positions."""
     if use.k == 0:
         return None
-    value = use.g if use.k == 2 else use.g * normalised().to(use.g.dtype)
-    summed = sum_per_sample(value.to(use.site.metadata(use.k).dtype), use.layout, broadcast)
-    return Dense(summed.reshape(use.batch, *use.target))
+    g = use.g.to(wide(use.g.dtype))
+    summed = sum_per_sample(g if use.k == 2 else g * normalised().to(g.dtype), use.layout, broadcast)
+    return Dense(summed.reshape(use.batch, *use.target).to(use.site.metadata(use.k).dtype))
 
 
 def _channels(use: Use) -> Shape:
@@ -89,21 +89,21 @@ def _channels(use: Use) -> Shape:
 
 def layer_norm(use: Use) -> Factor | None:
     """x̂ = (x - mean) · rstd, normalised over the last dims."""
-    saved = use.site.tensor
+    saved, dtype = use.site.tensor, wide(use.g.dtype)
     if use.k != 1:
         return _shift(use)
-    return _rows_scaled(use, (saved("input") - saved("result1")).to(use.g.dtype).mul_(use.g), saved("result2"))
+    return _rows_scaled(use, (saved("input").to(dtype) - saved("result1")).mul_(use.g), saved("result2"))
 
 
 def rms_norm(use: Use) -> Factor | None:
     """x̂ = x · rstd."""
-    saved = use.site.tensor
-    return _rows_scaled(use, saved("input").to(use.g.dtype) * use.g, saved("result1")) if use.k == 1 else None
+    saved, dtype = use.site.tensor, wide(use.g.dtype)
+    return _rows_scaled(use, saved("input").to(dtype) * use.g, saved("result1")) if use.k == 1 else None
 
 
 def _shift(use: Use) -> Factor | None:
     """Σ g over a sample's positions."""
-    return dense(use.g.to(use.site.metadata(2).dtype), use.layout, use.target) if use.k == 2 else None
+    return dense(use.g, use.layout, use.target, use.site.metadata(2).dtype) if use.k == 2 else None
 
 
 def _rows_scaled(use: Use, rows: Tensor, rstd: Tensor) -> Factor | None:
@@ -129,7 +129,7 @@ def group_norm(use: Use) -> Factor | None:
         site.memo["sums"] = group_norm_sums(g, x, mean, rstd)
     value = site.memo["sums"][use.k - 1].view(size)
     layout = carry(use.layout, tuple(use.g.shape), tuple(size), (0, 1, *[None] * (use.g.ndim - 2)))
-    return None if layout is None else dense(value.to(site.metadata(use.k).dtype), layout, use.target)
+    return None if layout is None else dense(value, layout, use.target, site.metadata(use.k).dtype)
 
 
 def batch_norm(use: Use) -> Factor | None:
@@ -140,20 +140,23 @@ def batch_norm(use: Use) -> Factor | None:
         if _averages_batch(site):
             mean, rstd = site.tensor("result1"), site.tensor("result2")
         else:
-            mean, rstd = site.tensor("running_mean"), torch.rsqrt(site.tensor("running_var") + site.value("eps"))
-        return (site.tensor("input") - mean.reshape(channels)) * rstd.reshape(channels)
+            mean, var = site.tensor("running_mean"), site.tensor("running_var")
+            rstd = torch.rsqrt(var.to(wide(var.dtype)) + site.value("eps"))
+        x = site.tensor("input")
+        return (x.to(wide(x.dtype)) - mean.reshape(channels)) * rstd.reshape(channels)
 
     return _affine(use, channels, normalised)
 
 
 def weight_norm(site: Site, dw: Tensor) -> dict[int, Factor]:
     """w = g v / ‖v‖, norms over all dims but one: dg = Σ dw v / ‖v‖ and dv = g / ‖v‖ (dw - v dg / ‖v‖)."""
-    v, g, norm = site.tensor("v"), site.tensor("g"), site.tensor("result1")
+    dtype = dw.dtype
+    dw, v, g, norm = (t.to(wide(t.dtype)) for t in (dw, *map(site.tensor, ("v", "g", "result1"))))
     others = [d + 1 for d in range(v.ndim) if d != site.number("dim") % v.ndim]
     norm = norm.reshape([n if d + 1 not in others else 1 for d, n in enumerate(v.shape)])
     dg = ((dw * v).sum(others, keepdim=True)) / norm
     dv = g / norm * (dw - v * dg / norm)
-    return {0: Dense(dv), 1: Dense(dg.reshape(len(dw), *g.shape))}
+    return {0: Dense(dv.to(dtype)), 1: Dense(dg.reshape(len(dw), *g.shape).to(dtype))}
 
 
 _op = partial(op, flow={0: rows, 1: shared_by_rows, 2: shared_by_rows}, mixed_dims=last_dims)

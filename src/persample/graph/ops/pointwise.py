@@ -49,7 +49,7 @@ def _summed(use: Use, value: Tensor | None) -> Factor | None:
     dtype = use.site.metadata(use.k).dtype
     if value.is_complex() and not dtype.is_complex:
         value = value.real
-    return dense(value.to(dtype), use.layout, use.target)
+    return dense(value, use.layout, use.target, dtype)
 
 
 def expand(use: Use) -> Factor | None:

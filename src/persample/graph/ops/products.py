@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...factors import Dense, Factor, Outer, View
 from ...factors.rearrange import Reshape
+from ...kernels.norms import wide
 from ..layout import Flow, Layout, Outcome, carry, labels, sample_dims
 from ..read.site import Site
 from ..sample_rows import SampleRows
@@ -182,7 +183,9 @@ def _vector(use: Use, matrix: str, scale: float) -> Factor | None:
     samples = use.rows(1)
     if samples is None:
         return None
-    return Dense(samples.sum(use.g.unsqueeze(1) * _conj(use.site.tensor(matrix)) * scale))
+    dtype = use.g.dtype
+    products = use.g.unsqueeze(1).to(wide(dtype)) * _conj(use.site.tensor(matrix)) * scale
+    return Dense(samples.sum(products).to(dtype))
 
 
 def trilinear(use: Use) -> Factor | None:

@@ -12,6 +12,7 @@ from ...factors import Dense, Factor, View
 from ...factors.rearrange import Section
 from ..layout import NOBODY, Flow, Labels, Layout, Outcome, Shape, labels, same, sample_dims, simplify
 from ..read.site import Site
+from ..sample_rows import SampleRows
 from .dims import but, follow, keep, only
 from .table import EVERY, Layouts, Undecided, op
 from .use import Use
@@ -161,8 +162,7 @@ def repeat(use: Use) -> Factor | None:
     if samples_of_rows.shape[1] and not torch.equal(samples_of_rows, samples_of_rows[:, :1].expand_as(samples_of_rows)):
         return None
     index = samples_of_rows[:, 0] if samples_of_rows.shape[1] else samples_of_rows.new_full((len(rows),), -1)
-    live = (index >= 0).to(rows.device)
-    total = rows.new_zeros(use.batch, *target).index_add_(0, index.to(rows.device)[live], rows[live])
+    total = SampleRows.labelled(use.batch, index).sum(rows)
     return Dense(total.reshape(use.batch, *use.target))
 
 

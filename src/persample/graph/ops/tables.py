@@ -15,6 +15,8 @@ from torch.autograd.graph import Node
 
 from ...factors import Factor, Rows, View
 from ...factors.rearrange import Reshape
+from ...kernels.norms import wide
+from ...kernels.rows import rows_summed
 from ..layout import NOBODY, Flow, Layout, Outcome, Shape, labels, sample_dims, simplify, strides
 from ..read import saved
 from ..read.site import Site
@@ -158,8 +160,8 @@ def bag(use: Use) -> Factor | None:
     if weights is not None and weights.numel():
         values = values * weights.reshape(-1, 1)
     if site.number("mode") == 1:
-        sizes = torch.zeros(len(g), dtype=g.dtype, device=g.device).index_add_(0, bags, live.to(g.dtype))
-        values = values / sizes.clamp(min=1).index_select(0, bags).unsqueeze(1)
+        sizes = rows_summed(live.to(wide(g.dtype)), bags, len(g)).clamp(min=1)
+        values = (values / sizes.index_select(0, bags).unsqueeze(1)).to(g.dtype)
     sample = labels(use.layout, tuple(g.shape)).reshape(-1).expand(len(g)).index_select(0, bags.to("cpu"))
     return _rows(use, SampleRows.labelled(use.batch, sample), ids.masked_fill(~live, -1), values, 1, skips=True)
 

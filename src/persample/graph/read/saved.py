@@ -17,7 +17,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils.checkpoint import _Holder
 
@@ -83,7 +83,12 @@ def version(t: Tensor) -> int:
 
 def has_memory(t: Tensor) -> bool:
     """Is this a tensor with numbers of its own, and no wrapper of others, sparse one or zero that was never written?"""
-    return type(t) is Tensor and t.layout == torch.strided and not t._is_zerotensor()
+    return type(t) in (Tensor, nn.Parameter) and t.layout == torch.strided and not t._is_zerotensor()
+
+
+def memory(t: Tensor) -> int:
+    """Where a tensor's numbers lie: equal for views of one another. A wrapper of others stands for itself."""
+    return t.untyped_storage().data_ptr() if has_memory(t) else id(t)
 
 
 def keeps_graph() -> bool:
