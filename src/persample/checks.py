@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ._errors import UnsupportedError
 from .distributed import Leaves, Ranks
+from .numberless import shapes_alone
 from .reductions import Reduction
 
 
@@ -64,7 +65,9 @@ def refuse_shards(leaves: Leaves) -> None:
 def boundary(losses: Tensor) -> Iterator[None]:
     """Keep the caller's modes out, and add the remedy to PyTorch's own errors."""
     try:
-        with torch.inference_mode(False), torch.autocast(losses.device.type, enabled=False):
+        # What is computed on meta is not subject to autocast.
+        kind = "cpu" if losses.is_meta else losses.device.type
+        with torch.inference_mode(False), torch.autocast(kind, enabled=False), shapes_alone([losses]):
             yield
     except RuntimeError as error:
         if "second time" in str(error):

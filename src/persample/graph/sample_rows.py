@@ -9,6 +9,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from ..numberless import with_numbers
 from .layout import Block, Layout, Shape, broadcast_dims, labels, sample_dims, split
 
 
@@ -33,6 +34,7 @@ class SampleRows:
         return cls(batch, 0, 0, rows)
 
     @classmethod
+    @with_numbers
     def of(cls, layout: Layout, shape: Shape, row_dims: int) -> SampleRows | None:
         """The first ``row_dims`` dims as rows; None when there are fewer, or the sample also depends on another."""
         even = _even_rows(layout, shape, row_dims) if isinstance(layout, Block) else None
@@ -66,11 +68,18 @@ class SampleRows:
             if self.a == self.b == 1:
                 return t.reshape(self.batch, *rest)
             return t.reshape(self.a, self.batch, self.b, *rest).sum((0, 2))
-        rows = self._rows
-        nobodys = int(bool((rows < 0).any()))  # one row more, for all of these
-        rows = torch.where(rows < 0, self.batch, rows).to(t.device, non_blocking=True)
-        return t.new_zeros(self.batch + nobodys, *t.shape[1:]).index_add_(0, rows, t)[: self.batch]
+        rows, count = self._targets()
+        total = t.new_zeros(count, *t.shape[1:])
+        return total.index_add_(0, rows.to(t.device, non_blocking=True), t)[: self.batch]
 
+    @with_numbers
+    def _targets(self) -> tuple[Tensor, int]:
+        """Where rows are added, and to how many sums: those of the samples, and one for all that are nobody's."""
+        assert self._rows is not None
+        nobodys = self._rows < 0
+        return torch.where(nobodys, self.batch, self._rows), self.batch + int(bool(nobodys.any()))
+
+    @with_numbers
     def order(self) -> Tensor:
         """(B, T): the rows of every sample, -1 where it has fewer."""
         if self._order is None:
@@ -151,15 +160,19 @@ def _sum_labelled(t: Tensor, layout: Layout, reduced: Sequence[int], varying: Se
     staying = [d for d in varying if d not in reduced]
     rest = [d for d in range(len(shape)) if d not in varying]
     rows = part.permute([*varying, *rest]).reshape(prod(shape[d] for d in varying), prod(part.shape[d] for d in rest))
-    places = prod(shape[d] for d in staying)
-    place = torch.zeros((), dtype=torch.int64, device="cpu")
-    for d in staying:
-        along = torch.arange(shape[d], device="cpu").reshape([-1 if e == d else 1 for e in range(len(shape))])
-        place = place * shape[d] + along
-    sample_index = labels(layout, shape)
-    sample_index = torch.where(sample_index < 0, sample_index, sample_index * places + place)
-    index = sample_index.permute([*varying, *rest]).reshape(-1)
-    summed = SampleRows.labelled(layout.batch * places, index).sum(rows)
+    index = _samples_and_places(layout, shape, staying).permute([*varying, *rest]).reshape(-1)
+    summed = SampleRows.labelled(layout.batch * prod(shape[d] for d in staying), index).sum(rows)
     sizes = [shape[d] for d in staying] + [part.shape[d] for d in rest]
     order = [0, *[(staying + rest).index(d) + 1 for d in range(len(shape)) if d in staying or d in rest]]
     return summed.reshape(layout.batch, *sizes).permute(order).reshape(layout.batch, *target)
+
+
+@with_numbers
+def _samples_and_places(layout: Layout, shape: Shape, dims: Sequence[int]) -> Tensor:
+    """A number for every element that tells its sample and its place in these dims; -1 is nobody's."""
+    places, place = prod(shape[d] for d in dims), torch.zeros((), dtype=torch.int64, device="cpu")
+    for d in dims:
+        along = torch.arange(shape[d], device="cpu").reshape([-1 if e == d else 1 for e in range(len(shape))])
+        place = place * shape[d] + along
+    sample_index = labels(layout, shape)
+    return torch.where(sample_index < 0, sample_index, sample_index * places + place)

@@ -15,6 +15,7 @@ from torch.autograd.graph import Node
 
 from ...factors import Factor, Rows, View
 from ...factors.rearrange import Reshape
+from ...numberless import read_numbers, with_numbers
 from ..layout import NOBODY, Flow, Layout, Outcome, Shape, labels, sample_dims, simplify, strides
 from ..read import saved
 from ..read.site import Site
@@ -40,7 +41,7 @@ def _written_back(
     read = read.reshape([read.shape[d] for d in block]).expand([shape[d] for d in block])
     sizes = target[first : first + len(indices)]
     table = read.new_full(sizes, NOBODY)
-    where = tuple(torch.broadcast_tensors(*[i.to("cpu") for i in indices]))
+    where = tuple(torch.broadcast_tensors(*[read_numbers(i).to("cpu") for i in indices]))
     table[where] = read
     live = read != NOBODY
     if bool((table[where] != read)[live].any()):
@@ -160,8 +161,14 @@ def bag(use: Use) -> Factor | None:
     if site.number("mode") == 1:
         sizes = torch.zeros(len(g), dtype=g.dtype, device=g.device).index_add_(0, bags, live.to(g.dtype))
         values = values / sizes.clamp(min=1).index_select(0, bags).unsqueeze(1)
-    sample = labels(use.layout, tuple(g.shape)).reshape(-1).expand(len(g)).index_select(0, bags.to("cpu"))
+    sample = _samples_of_bags(use.layout, tuple(g.shape), bags)
     return _rows(use, SampleRows.labelled(use.batch, sample), ids.masked_fill(~live, -1), values, 1, skips=True)
+
+
+@with_numbers
+def _samples_of_bags(layout: Layout, shape: Shape, bags: Tensor) -> Tensor:
+    """The sample of every entry of a bag."""
+    return labels(layout, shape).reshape(-1).expand(shape[0]).index_select(0, read_numbers(bags).to("cpu"))
 
 
 def _bag_maxima(use: Use, samples: SampleRows) -> Factor:

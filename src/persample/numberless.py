@@ -1,0 +1,81 @@
+"""Tensors that have a shape and no numbers: on the device ``meta``, or those of a ``FakeTensorMode``.
+
+The names used here are private to PyTorch. They hold for torch 2.13 to 2.15; ``tests/test_numberless.py`` checks them.
+
+While a fake mode is active, every new tensor is without numbers, also those in which this package keeps where samples
+lie. `with_numbers` is for functions that compute with these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+__all__ = ["NoNumbers", "faking", "has_numbers", "memory_of", "read_numbers", "shapes_alone", "with_numbers"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class NoNumbers(Exception):
+    """What was asked for is decided by numbers, and the tensor has none."""
+
+
+def has_numbers(t: Tensor) -> bool:
+    """Is there anything to look at in this tensor?"""
+    return not (isinstance(t, FakeTensor) or t.is_meta)
+
+
+def read_numbers(t: Tensor) -> Tensor:
+    """The tensor, for those who are about to look at its numbers; `NoNumbers` if it has none."""
+    if not has_numbers(t):
+        raise NoNumbers
+    return t
+
+
+def memory_of(t: Tensor) -> int:
+    """Equal for tensors that lie in the same memory, or would."""
+    storage = t.untyped_storage()
+    return storage.data_ptr() if has_numbers(t) else storage._cdata
+
+
+def faking() -> bool:
+    """Is a fake mode active, in which new tensors have no numbers?"""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def with_numbers(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, with new tensors that have numbers whatever mode it is called in."""
+
+    @wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not faking():
+            return function(*args, **kwargs)
+        with unset_fake_temporarily():
+            return function(*args, **kwargs)
+
+    return called
+
+
+@contextmanager
+def shapes_alone(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """A context in which new tensors are without numbers if these are, and may be used beside tensors that have some.
+
+    Tensors on ``meta`` need nothing of the kind: what is computed from them is on their device.
+    """
+    mode = next((t.fake_mode for t in tensors if isinstance(t, FakeTensor)), None)
+    if mode is None:
+        yield
+        return
+    before, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
+    try:
+        with mode:
+            yield
+    finally:
+        mode.allow_non_fake_inputs = before
