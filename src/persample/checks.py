@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ._errors import UnsupportedError
 from .distributed import Leaves, Ranks
-from .numberless import shapes_alone
+from .numberless import has_numbers, lacks_numbers, shapes_alone
 from .reductions import Reduction
 
 
@@ -81,6 +81,11 @@ def boundary(losses: Tensor) -> Iterator[None]:
                 "only, and here data decide where samples lie, for which it has to be run more often: checkpoint it "
                 "without context_fn, or not at all"
             ) from error
+        if not has_numbers(losses) and lacks_numbers(error):
+            raise UnsupportedError(
+                f"numbers are needed here, and tensors on meta or of a FakeTensorMode have none: {_first_line(error)}. "
+                f"ps.explain(losses, params) tells what follows from shapes alone, and what does not"
+            ) from error
         if "donated" in str(error):
             raise UnsupportedError(
                 "a compiled region was compiled for one backward only, and more are needed here (retain_graph=True, or "
@@ -88,3 +93,7 @@ def boundary(losses: Tensor) -> Iterator[None]:
                 "torch._functorch.config.donated_buffer = False before its first backward"
             ) from error
         raise
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

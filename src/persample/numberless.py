@@ -15,9 +15,24 @@ from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    UnsupportedOperatorException,
+    unset_fake_temporarily,
+)
 
-__all__ = ["NoNumbers", "faking", "has_numbers", "memory_of", "read_numbers", "shapes_alone", "with_numbers"]
+__all__ = [
+    "NoNumbers",
+    "faking",
+    "has_numbers",
+    "lacks_numbers",
+    "memory_of",
+    "read_numbers",
+    "shapes_alone",
+    "with_numbers",
+]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -37,6 +52,14 @@ def read_numbers(t: Tensor) -> Tensor:
     if not has_numbers(t):
         raise NoNumbers
     return t
+
+
+def lacks_numbers(error: RuntimeError) -> bool:
+    """Was this raised by an op that cannot do without numbers, or has no way to compute its shapes alone?"""
+    return isinstance(error, (*_ERRORS, NotImplementedError)) or "meta tensor" in str(error)
+
+
+_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
 def memory_of(t: Tensor) -> int:

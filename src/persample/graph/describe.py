@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from .._errors import UnsupportedError
+from ..numberless import lacks_numbers, with_numbers
 from .entry import check_reached, whole_graph
 from .execute.capture import Capture, Sink
 from .execute.plan import plan
@@ -16,7 +17,7 @@ from .layout import Block, Layout, Shape, sample_dims, split
 from .locate.interaction import interactions, undecided
 from .read.library import op_of
 from .read.nodes import op_name
-from .read.notes import noting
+from .read.notes import Notes, noting
 from .read.roots import Roots
 from .read.saved import is_custom
 from .read.tape import Tape
@@ -36,6 +37,7 @@ class Handling:
 UNKNOWN = "decided by data: unknown without it"
 
 
+@with_numbers
 def in_words(layout: Layout | None, shape: Shape) -> str:
     """Where the samples lie in a tensor of this shape."""
     if layout is None:
@@ -95,7 +97,13 @@ def describe(losses: Tensor, params: Mapping[str, Tensor], sink: Sink) -> Descri
         if made is None:
             return Description(_for_all(params, "one sample or none: an ordinary backward"))
         capture = Capture(made, roots, params, sink)
-        capture.run(retain_graph=True)
+        try:
+            capture.run(retain_graph=True)
+        except RuntimeError as error:
+            if roots.has_numbers or not lacks_numbers(error):
+                raise
+            why = f"refused: without data, {str(error).splitlines()[0]}"
+            return Description(_for_all(params, why), undecided=_names(notes))
         meeting = interactions(*whole_graph(roots, made), thoroughly=True)
         rows: dict[str, list[Handling]] = {name: [] for name in params}
         for row in [*_uses(capture), *_leaves_that_hold_samples(capture)]:
@@ -105,9 +113,14 @@ def describe(losses: Tensor, params: Mapping[str, Tensor], sink: Sink) -> Descri
     return Description(
         [row for listed in rows.values() for row in listed],
         meeting,
-        list(dict.fromkeys(map(op_name, notes.unknown))),
+        _names(notes),
         made.activations * roots.itemsize,
     )
+
+
+def _names(notes: Notes) -> list[str]:
+    """The ops of which data decide, where there are none."""
+    return list(dict.fromkeys(map(op_name, notes.unknown)))
 
 
 def _for_all(params: Iterable[str], handling: str) -> list[Handling]:

@@ -160,7 +160,7 @@ def _sum_labelled(t: Tensor, layout: Layout, reduced: Sequence[int], varying: Se
     staying = [d for d in varying if d not in reduced]
     rest = [d for d in range(len(shape)) if d not in varying]
     rows = part.permute([*varying, *rest]).reshape(prod(shape[d] for d in varying), prod(part.shape[d] for d in rest))
-    index = _samples_and_places(layout, shape, staying).permute([*varying, *rest]).reshape(-1)
+    index = _samples_and_places(layout, shape, staying, [*varying, *rest])
     summed = SampleRows.labelled(layout.batch * prod(shape[d] for d in staying), index).sum(rows)
     sizes = [shape[d] for d in staying] + [part.shape[d] for d in rest]
     order = [0, *[(staying + rest).index(d) + 1 for d in range(len(shape)) if d in staying or d in rest]]
@@ -168,11 +168,15 @@ def _sum_labelled(t: Tensor, layout: Layout, reduced: Sequence[int], varying: Se
 
 
 @with_numbers
-def _samples_and_places(layout: Layout, shape: Shape, dims: Sequence[int]) -> Tensor:
-    """A number for every element that tells its sample and its place in these dims; -1 is nobody's."""
+def _samples_and_places(layout: Layout, shape: Shape, dims: Sequence[int], order: Sequence[int]) -> Tensor:
+    """A number for every element that tells its sample and its place in these dims; -1 is nobody's.
+
+    Elements come with their dims in the ``order`` given, one after another.
+    """
     places, place = prod(shape[d] for d in dims), torch.zeros((), dtype=torch.int64, device="cpu")
     for d in dims:
         along = torch.arange(shape[d], device="cpu").reshape([-1 if e == d else 1 for e in range(len(shape))])
         place = place * shape[d] + along
     sample_index = labels(layout, shape)
-    return torch.where(sample_index < 0, sample_index, sample_index * places + place)
+    numbers = torch.where(sample_index < 0, sample_index, sample_index * places + place)
+    return numbers.permute(list(order)).reshape(-1)

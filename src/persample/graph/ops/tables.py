@@ -108,7 +108,8 @@ def embedding(use: Use) -> Factor | None:
         return None
     flat, dy = ids.reshape(-1), use.g.reshape(ids.numel(), use.target[1])
     if site.value("scale_grad_by_freq"):
-        dy = dy / torch.bincount(flat, minlength=use.target[0])[flat].unsqueeze(1)
+        counts = flat.new_zeros(use.target[0]).index_add_(0, flat, torch.ones_like(flat))
+        dy = dy / counts[flat].unsqueeze(1)
     return _rows(use, samples, _without_padding(site).reshape(-1), dy, 1, skips=site.number("padding_idx") >= 0)
 
 
