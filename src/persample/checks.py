@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import cast
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ._errors import UnsupportedError
 from .distributed import Leaves, Ranks
+from .kernels.devices import looking
 from .numberless import has_numbers, lacks_numbers, shapes_alone
 from .reductions import Reduction
 
@@ -67,7 +68,8 @@ def boundary(losses: Tensor) -> Iterator[None]:
     try:
         # What is computed on meta is not subject to autocast.
         kind = "cpu" if losses.is_meta else losses.device.type
-        with torch.inference_mode(False), torch.autocast(kind, enabled=False), shapes_alone([losses]):
+        look = nullcontext() if has_numbers(losses) else looking(False)
+        with torch.inference_mode(False), torch.autocast(kind, enabled=False), shapes_alone([losses]), look:
             yield
     except RuntimeError as error:
         if "second time" in str(error):
