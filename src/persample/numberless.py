@@ -8,13 +8,14 @@ lie. `with_numbers` is for functions that compute with these.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
+from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -22,8 +23,11 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
     unset_fake_temporarily,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 __all__ = [
+    "LiveBytes",
     "NoNumbers",
     "faking",
     "has_numbers",
@@ -102,3 +106,46 @@ def shapes_alone(tensors: Iterable[Tensor]) -> Iterator[None]:
             yield
     finally:
         mode.allow_non_fake_inputs = before
+
+
+class LiveBytes(TorchDispatchMode):
+    """Adds up what tensors without numbers would take, while there are any that lie in it.
+
+    Tensors from before it was entered are not counted, nor are views of them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live, self.peak = 0, 0
+        self._storages: dict[int, ref[UntypedStorage]] = {}
+
+    def begin_peak(self) -> int:
+        """Forget the peak so far; what is live now."""
+        self.peak = self.live
+        return self.live
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the op, and count what it has made."""
+        kwargs = kwargs or {}
+        for t in tree_leaves((args, kwargs)):
+            self._note(t, new=False)
+        results = func(*args, **kwargs)
+        for t in tree_leaves(results):
+            self._note(t, new=True)
+        return results
+
+    def _note(self, t: Any, *, new: bool) -> None:
+        if not isinstance(t, Tensor) or t.layout != torch.strided or has_numbers(t):
+            return
+        storage = t.untyped_storage()
+        key, size = storage._cdata, storage.nbytes() if new else 0
+        if key not in self._storages:
+            self._storages[key] = ref(storage, lambda _: self._forget(key, size))
+            self.live += size
+            self.peak = max(self.peak, self.live)
+
+    def _forget(self, key: int, size: int) -> None:
+        del self._storages[key]
+        self.live -= size
