@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ._table import render
+from ._table import in_bytes, render
 from .checks import boundary, check_losses
 from .distributed import undisturbed
 from .factors import Factor
@@ -36,7 +36,7 @@ class Memory:
             ("what gradients are made from, of all parameters", self.factors),
             ("all gradients, written out", self.written_out),
         ]
-        return render(("memory", ""), [(what, _in_words(size)) for what, size in about if size is not None])
+        return render(("memory", ""), [(what, in_bytes(size)) for what, size in about if size is not None])
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +110,3 @@ def _memory(params: Mapping[str, Tensor], batch: int, activations: int | None, f
     unique = {id(p): p.numel() * p.element_size() for p in params.values()}
     written_out = batch * sum(p.numel() * p.element_size() for p in params.values())
     return Memory(sum(unique.values()), activations, together, max(each, default=0), written_out)
-
-
-def _in_words(size: int) -> str:
-    units = ["B", "kB", "MB", "GB", "TB", "PB"]
-    power = min((max(size, 1).bit_length() - 1) // 10, len(units) - 1)
-    return f"{size / 1024**power:,.1f} {units[power]}" if power else f"{size} B"

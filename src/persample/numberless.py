@@ -24,7 +24,6 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "LiveBytes",
@@ -115,7 +114,7 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live, self.peak = 0, 0
         self._storages: dict[int, ref[UntypedStorage]] = {}
 
@@ -129,15 +128,15 @@ class LiveBytes(TorchDispatchMode):
     ) -> Any:
         """Run the op, and count what it has made."""
         kwargs = kwargs or {}
-        for t in tree_leaves((args, kwargs)):
+        for t in _tensors([*args, *kwargs.values()]):
             self._note(t, new=False)
         results = func(*args, **kwargs)
-        for t in tree_leaves(results):
+        for t in _tensors([results]):
             self._note(t, new=True)
         return results
 
-    def _note(self, t: Any, *, new: bool) -> None:
-        if not isinstance(t, Tensor) or t.layout != torch.strided or has_numbers(t):
+    def _note(self, t: Tensor, *, new: bool) -> None:
+        if t.layout != torch.strided or has_numbers(t):
             return
         storage = t.untyped_storage()
         key, size = storage._cdata, storage.nbytes() if new else 0
@@ -149,3 +148,11 @@ class LiveBytes(TorchDispatchMode):
     def _forget(self, key: int, size: int) -> None:
         del self._storages[key]
         self.live -= size
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch.utils.flop_counter import FlopCounterMode
@@ -17,6 +18,7 @@ from ..numberless import LiveBytes
 from .costs import STEPS, Step
 from .errors import in_words
 from .problem import Problem
+from .words import size_in_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ def estimate(problem: Problem) -> tuple[tuple[Estimate, ...], int]:
 def _forward_flops(problem: Problem) -> int:
     with FlopCounterMode(display=False) as counter:
         problem.once()
-    return counter.get_total_flops()
+    return int(counter.get_total_flops())
 
 
 def _step(problem: Problem, step: Step) -> tuple[int, int, int]:
@@ -65,3 +67,19 @@ def _step(problem: Problem, step: Step) -> tuple[int, int, int]:
         above = memory.peak - held
     del kept
     return counter.get_total_flops(), held, above
+
+
+ESTIMATED = ("step", "operations", "to plain", "memory above forward")  # columns of a table
+
+
+def estimated(estimates: Sequence[Estimate]) -> list[tuple[str, str, str, str]]:
+    """Its rows."""
+    return [
+        (
+            one.name,
+            "unknown" if one.flops is None else f"{one.flops:.3g}",
+            "" if one.ratio is None else f"{one.ratio:.2f}",
+            size_in_words(one.bytes_above),
+        )
+        for one in estimates
+    ]

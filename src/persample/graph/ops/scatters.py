@@ -28,7 +28,11 @@ def source(site: Site, k: int, layouts: Layouts) -> Outcome:
     if moved is not None:
         return moved
     read = labels(layout, shape)
-    picked = read.index_select(dim, read_numbers(site.tensor("index")).to("cpu").reshape(-1)) if read.shape[dim] > 1 else read
+    picked = (
+        read.index_select(dim, read_numbers(site.tensor("index")).to("cpu").reshape(-1))
+        if read.shape[dim] > 1
+        else read
+    )
     return simplify(picked, target, layout.batch)
 
 
