@@ -50,7 +50,8 @@ class Llama(nn.Module):
     ) -> None:
         super().__init__()
         self.each = width // heads
-        self.words, self.norm, self.head = nn.Embedding(words, width), RMSNorm(width), nn.Linear(width, words, bias=False)
+        self.words, self.norm = nn.Embedding(words, width), RMSNorm(width)
+        self.head = nn.Linear(width, words, bias=False)
         self.blocks = nn.ModuleList([Block(width, heads, kv_heads, hidden) for _ in range(layers)])
 
     def forward(self, ids: Tensor) -> Tensor:

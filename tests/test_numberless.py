@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import persample as ps
 from persample.graph.describe import UNKNOWN
 from persample.numberless import LiveBytes, NoNumbers, faking, has_numbers, memory_of, read_numbers, with_numbers
+from persample.testing import check as compare
 from tests import llama
 from tests.case_library.registry import Case
 from tests.cases import CASES
@@ -243,6 +244,27 @@ def test_an_op_that_needs_numbers_is_refused_with_the_way_out(kind: str) -> None
     assert all(row.handling.startswith("refused: without data, ") for row in ps.explain(losses, params).rows)
     with pytest.raises(ps.UnsupportedError, match=r"numbers are needed here.*ps\.explain\(losses, params\) tells"):
         ps.grad(losses, params)
+
+
+@kinds
+def test_clipped_sums_have_shapes_or_say_what_they_lack(kind: str) -> None:
+    """Whether a sample's terms cancel is looked at once, at the end."""
+    params, run = decoder()
+    want = shapes(ps.clipped_sum(run(), params, max_norm=1.0))
+    params, losses = KINDS[kind](decoder)
+    try:
+        assert shapes(ps.clipped_sum(losses, params, max_norm=1.0)) == want
+    except ps.UnsupportedError as error:
+        assert "ps.explain" in str(error)
+
+
+@kinds
+def test_what_compares_or_records_numbers_refuses(kind: str) -> None:
+    params, losses = KINDS[kind](decoder)
+    with pytest.raises(ValueError, match=r"no numbers to compare: ps\.explain"):
+        compare(lambda: losses, params)
+    with pytest.raises(RuntimeError, match=r"on meta or of a FakeTensorMode.*ps\.explain"):
+        ps.call_for_per_sample_grads(params)  # type: ignore[arg-type]
 
 
 # --- everything ---

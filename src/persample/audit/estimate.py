@@ -1,7 +1,7 @@
 """What steps would cost, from shapes alone: for models whose tensors have no numbers, as they are on meta or fake.
 
 Every op is run as it would be, and computes the shapes of its results. What these would take is added up, and given
-back when the last tensor that lies in it is gone; matrix products and convolutions are counted by PyTorch's own counter.
+back when the last tensor that lies in it is gone. Matrix products and convolutions are counted, by PyTorch's counter.
 """
 
 from __future__ import annotations
