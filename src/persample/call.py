@@ -88,7 +88,7 @@ def _check_module(module: object) -> None:
         raise RuntimeError("module is sharded, and shards cannot be recorded: use ps.grad(losses, module) or ps.reduce")
     if not all(has_numbers(p) for p in module.parameters()):
         raise RuntimeError(
-            "module is on meta or of a FakeTensorMode, where its calls cannot be recorded: use ps.grad(losses, module), "
+            "module is on meta or of a FakeTensorMode, where its calls cannot be recorded: use ps.grad(losses, module) "
             "or ps.explain(losses, module)"
         )
 
