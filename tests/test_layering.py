@@ -32,6 +32,7 @@ EVERYWHERE = {
     "_errors",
     "_releases",
     "_version",
+    "numberless",
     "python_nodes",
     "trees",
 }  # which import nothing of this package: anybody may use them

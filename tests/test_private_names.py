@@ -42,6 +42,7 @@ KEEPERS = {
     "ops of torch.library": Keeper("graph/read/library.py", "graph/test_library_ops.py"),
     "DDP, and the nodes of wrappers": Keeper("distributed/wrappers.py", "distributed/test_names.py"),
     "FSDP2 and sharded tensors": Keeper("distributed/shards.py", "distributed/test_names.py"),
+    "tensors without numbers": Keeper("numberless.py", "test_numberless.py"),
     "kernels below autograd": Keeper("kernels/library.py", "kernels/test_library.py"),
 }
 MODULES = {keeper.module for keeper in KEEPERS.values()}
@@ -51,7 +52,8 @@ PRIVATE = re.compile(r"_[^\W_]\w*")
 PRIVATE_PATH = re.compile(r"torch\.(\w+\.)*_[^\W_][\w.]*")
 PYTHONS = {"_asdict", "_fields", "_make", "_replace"}  # of named tuples, documented
 OURS_ELSEWHERE = "_persample_"  # what we put on objects of others begins so
-NAMESPACES = {"_C", "_autograd", "_functorch"}  # which hold names of many subjects
+# Which hold names of many subjects, or are what things of many subjects are made of.
+NAMESPACES = {"_C", "_autograd", "_functorch", "torch.utils._python_dispatch.TorchDispatchMode"}
 BY_NAME = {"getattr", "hasattr", "setattr", "delattr", "attrgetter"}
 
 

@@ -19,6 +19,7 @@ from .factors import Factor, one_by_one
 from .graph.read.compiled import original_of
 from .graph.read.saved import late_hooks
 from .kernels.pages import fresh
+from .numberless import has_numbers
 from .params import named
 from .reductions import Reduction
 from .verbs import begin_run
@@ -85,6 +86,11 @@ def _check_module(module: object) -> None:
         raise RuntimeError("module is an nn.DataParallel, whose copies cannot be recorded: pass module.module")
     if any(is_sharded(p) for p in module.parameters()):
         raise RuntimeError("module is sharded, and shards cannot be recorded: use ps.grad(losses, module) or ps.reduce")
+    if not all(has_numbers(p) for p in module.parameters()):
+        raise RuntimeError(
+            "module is on meta or of a FakeTensorMode, where its calls cannot be recorded: use ps.grad(losses, module) "
+            "or ps.explain(losses, module)"
+        )
 
 
 def _check_batch_size(batch_size: object) -> None:

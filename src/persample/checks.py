@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import cast
 
 import torch
@@ -11,6 +11,8 @@ from torch import Tensor
 
 from ._errors import UnsupportedError
 from .distributed import Leaves, Ranks
+from .kernels.devices import looking
+from .numberless import has_numbers, lacks_numbers, shapes_alone
 from .reductions import Reduction
 
 
@@ -64,7 +66,10 @@ def refuse_shards(leaves: Leaves) -> None:
 def boundary(losses: Tensor) -> Iterator[None]:
     """Keep the caller's modes out, and add the remedy to PyTorch's own errors."""
     try:
-        with torch.inference_mode(False), torch.autocast(losses.device.type, enabled=False):
+        # What is computed on meta is not subject to autocast.
+        kind = "cpu" if losses.is_meta else losses.device.type
+        look = nullcontext() if has_numbers(losses) else looking(False)
+        with torch.inference_mode(False), torch.autocast(kind, enabled=False), shapes_alone([losses]), look:
             yield
     except RuntimeError as error:
         if "second time" in str(error):
@@ -78,6 +83,11 @@ def boundary(losses: Tensor) -> Iterator[None]:
                 "only, and here data decide where samples lie, for which it has to be run more often: checkpoint it "
                 "without context_fn, or not at all"
             ) from error
+        if not has_numbers(losses) and lacks_numbers(error):
+            raise UnsupportedError(
+                f"numbers are needed here, and tensors on meta or of a FakeTensorMode have none: {_first_line(error)}. "
+                f"ps.explain(losses, params) tells what follows from shapes alone, and what does not"
+            ) from error
         if "donated" in str(error):
             raise UnsupportedError(
                 "a compiled region was compiled for one backward only, and more are needed here (retain_graph=True, or "
@@ -85,3 +95,7 @@ def boundary(losses: Tensor) -> Iterator[None]:
                 "torch._functorch.config.donated_buffer = False before its first backward"
             ) from error
         raise
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,18 +1,42 @@
-"""How every use of every parameter will be handled."""
+"""How every use of every parameter will be handled, and how much memory it is about."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from ._table import render
+from ._table import in_bytes, render
 from .checks import boundary, check_losses
 from .distributed import undisturbed
+from .factors import Factor
 from .graph.describe import Handling, describe
 from .params import Params, named
 
-__all__ = ["Explanation", "Handling", "explain"]
+__all__ = ["Explanation", "Handling", "Memory", "explain"]
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """How many bytes this batch is about; prints as a table."""
+
+    parameters: int  # those that were asked for
+    activations: int | None  # about what the forward pass has kept for the backward; None if it was not looked at
+    factors: int  # what gradients are made from, for all parameters at once, beside what the forward pass has kept
+    largest_factor: int  # the same for the parameter that has most, as one after another comes to `ps.norms`
+    written_out: int  # all gradients of all samples, as `ps.grad` returns them
+
+    def __str__(self) -> str:
+        about = [
+            ("parameters", self.parameters),
+            ("kept by the forward pass, about", self.activations),
+            ("what gradients are made from, of one parameter at most", self.largest_factor),
+            ("what gradients are made from, of all parameters", self.factors),
+            ("all gradients, written out", self.written_out),
+        ]
+        return render(("memory", ""), [(what, in_bytes(size)) for what, size in about if size is not None])
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +45,15 @@ class Explanation:
 
     rows: tuple[Handling, ...]
     interactions: tuple[str, ...]  # ops in which samples meet
+    undecided: tuple[str, ...]  # ops of which data decide where samples lie, and tensors on meta or fake ones have none
+    memory: Memory
 
     def __str__(self) -> str:
         header = ("parameter", "node", "via", "samples in", "handled by")
         table = render(header, [(r.parameter, r.op, r.via, r.layout, r.handling) for r in self.rows])
-        return table + "".join(f"\nsamples interact in {op}" for op in self.interactions)
+        lines = [table, *[f"samples interact in {op}" for op in self.interactions]]
+        lines += [f"data decide in {op}, and there are none: samples are taken to meet there" for op in self.undecided]
+        return "\n".join(lines)
 
 
 def explain(losses: Tensor, params: Params) -> Explanation:
@@ -41,13 +69,44 @@ def explain(losses: Tensor, params: Params) -> Explanation:
 
     Args:
         losses: one loss per sample, of shape (B,), with its graph. One backward is run, slow paths included; the graph
-            is kept.
+            is kept. On ``meta``, or in a ``FakeTensorMode``, nothing is computed but shapes.
         params: as for ``persample.grad``; a parameter of a module is named by its module path.
 
     Returns:
-        An `Explanation`: ``rows`` with one entry per use, and ``interactions``, the ops in which samples meet.
+        An `Explanation`: ``rows`` with one entry per use, ``interactions``, the ops in which samples meet,
+        ``undecided``, those of which data would have to decide that were not there, and ``memory``, in bytes.
     """
     check_losses(losses)
+    factors = _Factors()
     with boundary(losses), undisturbed(losses, named(params), last=False) as leaves:
-        rows, meeting = describe(losses, leaves.full)
-    return Explanation(tuple(rows), tuple(meeting))
+        said = describe(losses, leaves.full, factors.add)
+        memory = _memory(leaves.full, len(losses), said.activations, factors)
+    return Explanation(tuple(said.rows), tuple(said.interactions), tuple(said.undecided), memory)
+
+
+class _Factors:
+    """The sizes of the factors of one backward, in which none is kept."""
+
+    def __init__(self) -> None:
+        self._by_factor: list[set[StorageWeakRef]] = []
+        self._bytes: dict[StorageWeakRef, int] = {}
+
+    def add(self, names: Sequence[str], factor: Factor) -> None:
+        """Note what a factor is made of."""
+        storages = [t.untyped_storage() for t in factor.tensors]
+        sizes = {StorageWeakRef(storage): storage.nbytes() for storage in storages}
+        self._by_factor.append(set(sizes))
+        self._bytes |= sizes
+
+    def new_bytes(self) -> list[int]:
+        """The sizes of the factors one by one, and of all at once; without what is still there, as the graph has it."""
+        gone = {storage for storage in self._bytes if storage.expired()}
+        each = [*self._by_factor, set(self._bytes)]
+        return [sum(self._bytes[storage] for storage in one & gone) for one in each]
+
+
+def _memory(params: Mapping[str, Tensor], batch: int, activations: int | None, factors: _Factors) -> Memory:
+    *each, together = factors.new_bytes()
+    unique = {id(p): p.numel() * p.element_size() for p in params.values()}
+    written_out = batch * sum(p.numel() * p.element_size() for p in params.values())
+    return Memory(sum(unique.values()), activations, together, max(each, default=0), written_out)

@@ -8,8 +8,20 @@
 
 from .costs import Cost
 from .errors import AuditError
+from .estimate import Estimate
 from .independence import Seen
 from .report import EXIT_CODES, Parameter, Report
 from .run import STAGES, audit, audit_spec
 
-__all__ = ["EXIT_CODES", "STAGES", "AuditError", "Cost", "Parameter", "Report", "Seen", "audit", "audit_spec"]
+__all__ = [
+    "EXIT_CODES",
+    "STAGES",
+    "AuditError",
+    "Cost",
+    "Estimate",
+    "Parameter",
+    "Report",
+    "Seen",
+    "audit",
+    "audit_spec",
+]

@@ -7,9 +7,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .._table import render
+from ..graph.describe import UNKNOWN
 from .costs import Cost
+from .estimate import ESTIMATED, Estimate, estimated
 from .independence import Seen
-from .words import mark, megabytes, milliseconds, number
+from .words import mark, megabytes, milliseconds, number, size_in_words
 
 EXIT_CODES = {
     0: "exact, and samples are independent",
@@ -18,6 +20,7 @@ EXIT_CODES = {
     3: "samples interact",
     4: "persample refuses the model",
     5: "exact, but whether samples interact could not be told",
+    6: "planned from shapes alone: there are no numbers to compute or compare",
 }
 _KINDS = {
     "refused": "refused",
@@ -40,6 +43,11 @@ class Parameter:
     )
     magnitude: float | None = None  # the largest gradient of any sample
     ok: bool | None = None
+
+    @property
+    def is_sure(self) -> bool:
+        """Is it known how every use is handled, although there were no data?"""
+        return not any(how.endswith(UNKNOWN) for how in self.handled)
 
     @property
     def kind(self) -> str:
@@ -65,6 +73,9 @@ class Report:
     activations: int | None  # bytes that the forward pass holds
     stack_bytes: int  # what all gradients take when they are written out for the whole batch
     notes: tuple[str, ...]
+    estimates: tuple[Estimate, ...] = ()  # in place of costs, where tensors have no numbers
+    parameter_bytes: int = 0
+    has_numbers: bool = True
 
     @property
     def works(self) -> bool:
@@ -94,6 +105,8 @@ class Report:
         """The command's: 0 only if exact and independent."""
         if not self.works:
             return 4
+        if not self.has_numbers:
+            return 3 if self.independent is False else 6
         if not self.exact:
             return 1
         return {True: 0, False: 3, None: 5}[self.independent]
@@ -122,6 +135,15 @@ class Report:
         kinds = ", ".join(f"{count} {_KINDS[kind]}" for kind, count in self.coverage().items())
         return kinds + (f"; {self.frozen} frozen, left out" if self.frozen else "")
 
+    @property
+    def sizes(self) -> str:
+        """How much memory the model and its batch are about, in words."""
+        held = "" if self.activations is None else f"; the forward pass holds {size_in_words(self.activations)}"
+        return (
+            f"parameters take {size_in_words(self.parameter_bytes)}, all gradients written out "
+            f"{size_in_words(self.stack_bytes)}{held}"
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """Everything in plain values; numbers that are not finite are strings, as JSON has none."""
         derived = ("works", "exact", "independent", "max_error", "exit_code", "verdict")
@@ -141,6 +163,8 @@ class Report:
         if self.costs:
             costs = [(c.name, milliseconds(c.ms), f"{c.ratio:.2f}", megabytes(c.bytes_above)) for c in self.costs]
             lines.append(render(("step", "time", "to plain", "memory above forward"), costs))
+        if self.estimates:
+            lines += [render(ESTIMATED, estimated(self.estimates)), self.sizes]
         lines += [f"note: {note}" for note in self.notes]
         if self.refusal:
             lines.append(f"refused: {self.refusal}")

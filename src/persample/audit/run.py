@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,13 @@ from torch import Tensor, nn
 
 from .._errors import PerformanceWarning
 from ..explain import Explanation, explain
+from ..numberless import has_numbers
 from ..params import named
 from ..testing import Report as Comparison
 from ..testing import check
 from .costs import Cost, measure
 from .errors import AuditError, in_words
+from .estimate import Estimate, estimate
 from .independence import Seen, by_graph, by_running_again
 from .memory import peaks
 from .problem import Loss, Problem, first_losses
@@ -69,7 +71,8 @@ def audit(
         progress: is told the name of every stage as it begins.
 
     Returns:
-        A `Report`. Memory is not measured: that needs a process of its own, which `audit_spec` starts.
+        A `Report`. Memory is not measured: that needs a process of its own, which `audit_spec` starts. For tensors on
+        ``meta`` or of a ``FakeTensorMode``, costs are estimated from shapes, and nothing is compared.
     """
     problem = Problem(model, inputs, targets, loss, seed=seed)
     return _audit(problem, type(model).__name__, repeats, tolerance, progress or _silent)
@@ -123,7 +126,9 @@ def _audit(problem: Problem, name: str, repeats: int, tolerance: float | None, t
     tell(STAGES[0])
     losses, model = first_losses(problem), problem.model
     batch, frozen = len(losses), sum(not p.requires_grad for p in model.parameters())
-    stack_bytes = batch * sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    if not has_numbers(losses):
+        return _audit_shapes(problem, losses, name, repeats > 0, tell)
+    stack_bytes = batch * _bytes(p for p in model.parameters() if p.requires_grad)
     _check_room(stack_bytes, batch, losses.device)
     tell(STAGES[1])
     explanation, graph, refusal = _read_graph(losses, model)
@@ -152,7 +157,53 @@ def _audit(problem: Problem, name: str, repeats: int, tolerance: float | None, t
         activations=None,
         stack_bytes=stack_bytes,
         notes=_notes(comparison, explanation, buffers),
+        parameter_bytes=_bytes(model.parameters()),
     )
+
+
+def _audit_shapes(problem: Problem, losses: Tensor, name: str, costs: bool, tell: Progress) -> Report:
+    """What can be said of a model whose tensors have no numbers."""
+    batch, parameters = len(losses), list(problem.model.parameters())
+    tell(STAGES[1])
+    explanation, graph, refusal = _read_graph(losses, problem.model)
+    del losses
+    estimates: tuple[Estimate, ...] = ()
+    held: int | None = None
+    if refusal is None and costs:
+        tell(STAGES[4])
+        estimates, held = estimate(problem)
+    return Report(
+        name=name,
+        how=problem.how,
+        batch=batch,
+        parameters=_parameters(problem.model, explanation, None),
+        frozen=sum(not p.requires_grad for p in parameters),
+        refusal=refusal,
+        tolerance=None,
+        graph=graph,
+        rerun=Seen("unknown", (), "there are no numbers that could change"),
+        costs=(),
+        activations=held,
+        stack_bytes=batch * _bytes(p for p in parameters if p.requires_grad),
+        notes=(*_notes(None, explanation, ()), *_what_is_unknown(explanation, estimates)),
+        estimates=estimates,
+        parameter_bytes=_bytes(parameters),
+        has_numbers=False,
+    )
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _what_is_unknown(explanation: Explanation | None, estimates: Iterable[Estimate]) -> list[str]:
+    """What data would have shown."""
+    undecided = explanation.undecided if explanation is not None else ()
+    notes = [
+        f"data decide where samples lie in {op}: taken to meet there, which is the slowest case" for op in undecided
+    ]
+    notes += [f"the cost of {one.name} is unknown: {one.unknown}" for one in estimates if one.unknown]
+    return [*notes, "gradients were not compared with the definition, nor time measured: the tensors have no numbers"]
 
 
 def _check_room(stack_bytes: int, batch: int, device: torch.device) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from .._table import in_bytes
+
 
 def number(value: float | None) -> str:
     """An error in words."""
@@ -21,3 +23,8 @@ def mark(ok: bool | None) -> str:
 def megabytes(size: int | None) -> str:
     """A number of bytes in words."""
     return "" if size is None else f"{size / 2**20:,.1f} MB"
+
+
+def size_in_words(size: int | None) -> str:
+    """A number of bytes of any size in words."""
+    return "" if size is None else in_bytes(size)

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..audit import Cost
+from ..audit import AuditError, Cost
 from ..audit.costs import measure
 from ..audit.models import MODELS
 from ..audit.problem import first_losses
 from ..audit.spec import load
+from ..numberless import has_numbers
 from .output import working
 
 
@@ -39,7 +40,13 @@ def bench_all(
             tell(name)
             spec = f"persample.audit.models:{name}" if name in MODELS else name
             problem = load(spec, batch_size=batch_size, seed=seed, device=device)
-            batch = len(first_losses(problem))
+            losses = first_losses(problem)
+            if not has_numbers(losses):
+                raise AuditError(
+                    f"{name} has no numbers to compute with, and so no time to measure: persample audit estimates its "
+                    f"costs from shapes"
+                )
+            batch = len(losses)
             trained = sum(p.numel() for p in problem.model.parameters() if p.requires_grad)
             timings.append(Timed(name, batch, trained, measure(problem, repeats)))
     return timings

@@ -7,6 +7,7 @@ from html import escape
 from typing import Any
 
 from ..audit import Report
+from ..audit.estimate import ESTIMATED, estimated
 from ..audit.words import mark, megabytes, milliseconds, number
 
 _STYLE = """
@@ -25,7 +26,7 @@ code { font-family: ui-monospace, monospace; font-size: .9em; overflow-wrap: any
 
 def page(report: Report, environment: Mapping[str, Any]) -> str:
     """The whole page."""
-    kind = "good" if report.ok else "unsure" if report.exit_code == 5 else "bad"
+    kind = "good" if report.ok else "unsure" if report.exit_code in (5, 6) else "bad"
     body = [
         f"<h1>persample audit: <code>{escape(report.name)}</code></h1>",
         f'<p class="verdict {kind}">{escape(report.verdict)}</p>',
@@ -40,6 +41,10 @@ def page(report: Report, environment: Mapping[str, Any]) -> str:
         body += ["<h2>Costs</h2>", _table(header, _costs(report), numbers=(1, 2, 3, 4))]
         forward = f" The forward pass holds {megabytes(report.activations)}." if report.activations is not None else ""
         body.append(f"<p>All gradients written out take {megabytes(report.stack_bytes)}.{forward}</p>")
+    if report.estimates:
+        rows = [[escape(cell) for cell in row] for row in estimated(report.estimates)]
+        body += ["<h2>Costs, from shapes alone</h2>", _table(ESTIMATED, rows, numbers=(1, 2, 3))]
+        body.append(f"<p>{escape(report.sizes)}.</p>")
     if report.notes:
         body += ["<h2>Notes</h2>", "<ul>", *[f"<li>{escape(note)}</li>" for note in report.notes], "</ul>"]
     about = [(key, _shown(value)) for key, value in environment.items()]

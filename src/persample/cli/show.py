@@ -11,6 +11,7 @@ from rich.text import Text
 
 from ..audit import Cost, Parameter, Report, Seen
 from ..audit.costs import PLAIN
+from ..audit.estimate import ESTIMATED, estimated
 from ..audit.words import mark, megabytes, milliseconds, number
 from .tables import table
 
@@ -27,6 +28,8 @@ def show(report: Report, console: Console, *, all_parameters: bool) -> None:
     console.print(_parameters(report, all_parameters))
     if report.costs:
         console.print(costs(report))
+    if report.estimates:
+        console.print(_estimates(report))
     for note in report.notes:
         console.print(f"[yellow]note:[/] {escape(note)}", highlight=False)
     verdict(report, console)
@@ -34,7 +37,7 @@ def show(report: Report, console: Console, *, all_parameters: bool) -> None:
 
 def verdict(report: Report, console: Console) -> None:
     """Print the verdict, in one line."""
-    style = "bold green" if report.ok else "bold red" if report.exit_code != 5 else "bold yellow"
+    style = "bold green" if report.ok else "bold red" if report.exit_code not in (5, 6) else "bold yellow"
     console.print(Text(report.verdict, style), Text(f"(exit code {report.exit_code})", "dim"))
 
 
@@ -60,23 +63,23 @@ def _answer(seen: Seen) -> Text:
 
 def _parameters(report: Report, all_parameters: bool) -> Table:
     made = table("parameter", "shape", "handled by", "relative error", right=["relative error"])
-    shown = report.parameters if all_parameters else _most_telling(report.parameters)
+    shown = report.parameters if all_parameters else _most_telling(report.parameters, report.has_numbers)
     for p in shown:
         fallback = "yellow" if p.kind == "fallback" else "red" if p.kind == "refused" else ""
         error = Text(f"{number(p.error)} {mark(p.ok)}".strip(), "bold red" if p.ok is False else "")
         made.add_row(escape(p.name), str(p.shape), Text(", ".join(p.handled), fallback), error)
     hidden = len(report.parameters) - len(shown)
     if hidden:
-        made.caption = f"{hidden} more, all exact and by rule (--all shows them)"
+        made.caption = f"{hidden} more, all {'exact and ' if report.has_numbers else ''}by rule (--all shows them)"
     return made
 
 
-def _most_telling(parameters: Sequence[Parameter]) -> Sequence[Parameter]:
-    """Whatever is not exact by rule, then the largest errors; in the model's order."""
+def _most_telling(parameters: Sequence[Parameter], has_numbers: bool) -> Sequence[Parameter]:
+    """Whatever is not exact by rule, or not known to be by rule, then the largest errors; in the model's order."""
     if len(parameters) <= _ROWS:
         return parameters
-    telling = [p for p in parameters if not p.ok or p.kind != "rule"]
-    rest = sorted((p for p in parameters if p.ok and p.kind == "rule"), key=lambda p: -(p.error or 0.0))
+    telling = [p for p in parameters if p.kind != "rule" or not (p.ok if has_numbers else p.is_sure)]
+    rest = sorted((p for p in parameters if p not in telling), key=lambda p: -(p.error or 0.0))
     chosen = {p.name for p in [*telling, *rest[: max(0, _ROWS - len(telling))]]}
     return [p for p in parameters if p.name in chosen]
 
@@ -90,6 +93,15 @@ def costs(report: Report) -> Table:
     above = f" Memory is what comes on top of the forward pass, which holds {megabytes(report.activations)}."
     written = f"All gradients written out: {megabytes(report.stack_bytes)}."
     made.caption = written + (above if report.activations is not None else "")
+    return made
+
+
+def _estimates(report: Report) -> Table:
+    """Operations and memory of every kind of step, from shapes alone."""
+    made = table(*ESTIMATED, right=ESTIMATED[1:])
+    for row in estimated(report.estimates):
+        made.add_row(*row)
+    made.caption = f"From shapes alone: {report.sizes}."
     return made
 
 

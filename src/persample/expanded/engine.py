@@ -124,7 +124,7 @@ def located(made: CapturePlan, slot: NodeSlot) -> Layout | Flow | None:
 
 def counts_positions(slot: NodeSlot) -> bool:
     """Was it computed with integers that are positions, and no data, though there may be as many as samples?"""
-    return only_counts(slot[0])
+    return bool(only_counts(slot[0]))
 
 
 def rests_on(made: CapturePlan, slot: NodeSlot, evidence: Collection[NodeSlot]) -> bool:

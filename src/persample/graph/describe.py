@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 from torch.autograd.graph import Node
 
 from .._errors import UnsupportedError
+from ..numberless import lacks_numbers, with_numbers
 from .entry import check_reached, whole_graph
-from .execute.capture import Capture
+from .execute.capture import Capture, Sink
 from .execute.plan import plan
 from .layout import Block, Layout, Shape, sample_dims, split
-from .locate.interaction import interactions
+from .locate.interaction import interactions, undecided
 from .read.library import op_of
+from .read.nodes import op_name
+from .read.notes import Notes, noting
 from .read.roots import Roots
 from .read.saved import is_custom
 from .read.tape import Tape
@@ -31,6 +34,10 @@ class Handling:
     handling: str  # "rule", "fallback", "separable", "zeros" or "refused", with details
 
 
+UNKNOWN = "decided by data: unknown without it"
+
+
+@with_numbers
 def in_words(layout: Layout | None, shape: Shape) -> str:
     """Where the samples lie in a tensor of this shape."""
     if layout is None:
@@ -63,27 +70,57 @@ def _ways_to_leaves(tape: Tape, start: int) -> dict[int, tuple[str, ...]]:
     return {node: way for node, way in ways.items() if tape.is_leaf(node)}
 
 
-def describe(losses: Tensor, params: Mapping[str, Tensor]) -> tuple[list[Handling], list[str]]:
-    """Every use of every parameter, and the ops in which samples interact. Runs a backward and keeps the graph."""
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What there is to say of one call."""
+
+    rows: Sequence[Handling]
+    interactions: Sequence[str] = ()  # ops in which samples meet
+    undecided: Sequence[str] = ()  # ops of which data decide whether they do, where there are none
+    activations: int | None = None  # about how many bytes the forward pass has kept
+
+
+def describe(losses: Tensor, params: Mapping[str, Tensor], sink: Sink) -> Description:
+    """Every use of every parameter, and the ops in which samples interact. Runs a backward and keeps the graph.
+
+    Factors are handed to the ``sink``, as in any backward.
+    """
     if losses.grad_fn is None:
-        return _for_all(params, "the losses are a parameter themselves, or reach none"), []
-    try:
-        roots = Roots.of_losses(losses)
-        check_reached(roots.tape(params.values()), params)
-        made = plan(roots, list(params.values())) if len(losses) > 1 else None
-    except UnsupportedError as error:
-        return _for_all(params, f"refused: {error}"), []
-    if made is None:
-        return _for_all(params, "one sample or none: an ordinary backward"), []
-    capture = Capture(made, roots, params, lambda names, factor: None)
-    capture.run(retain_graph=True)
-    rows: dict[str, list[Handling]] = {name: [] for name in params}
-    for row in [*_uses(capture), *_leaves_that_hold_samples(capture)]:
-        rows[row.parameter].append(row)
+        return Description(_for_all(params, "the losses are a parameter themselves, or reach none"))
+    with noting() as notes:
+        try:
+            roots = Roots.of_losses(losses)
+            check_reached(roots.tape(params.values()), params)
+            made = plan(roots, list(params.values())) if len(losses) > 1 else None
+        except UnsupportedError as error:
+            return Description(_for_all(params, f"refused: {error}"))
+        if made is None:
+            return Description(_for_all(params, "one sample or none: an ordinary backward"))
+        capture = Capture(made, roots, params, sink)
+        try:
+            capture.run(retain_graph=True)
+        except RuntimeError as error:
+            if roots.has_numbers or not lacks_numbers(error):
+                raise
+            why = f"refused: without data, {str(error).splitlines()[0]}"
+            return Description(_for_all(params, why), undecided=_names(notes))
+        meeting = interactions(*whole_graph(roots, made), thoroughly=True)
+        rows: dict[str, list[Handling]] = {name: [] for name in params}
+        for row in [*_uses(capture), *_leaves_that_hold_samples(capture)]:
+            rows[row.parameter].append(row)
     unreached = [name for name, listed in rows.items() if not listed]
     rows |= {name: _for_all([name], "zeros: the losses do not reach it") for name in unreached}
-    meeting = interactions(*whole_graph(roots, made), thoroughly=True)
-    return [row for listed in rows.values() for row in listed], meeting
+    return Description(
+        [row for listed in rows.values() for row in listed],
+        meeting,
+        _names(notes),
+        made.activations * roots.itemsize,
+    )
+
+
+def _names(notes: Notes) -> list[str]:
+    """The ops of which data decide, where there are none."""
+    return list(dict.fromkeys(map(op_name, notes.unknown)))
 
 
 def _for_all(params: Iterable[str], handling: str) -> list[Handling]:
@@ -93,7 +130,9 @@ def _for_all(params: Iterable[str], handling: str) -> list[Handling]:
 def _uses(capture: Capture) -> Iterator[Handling]:
     """Where samples meet a parameter, or what was computed from it."""
     tape, samples = capture.tape, capture.samples
+    unsure = undecided(tape)
     for site, k, how in capture.record:
+        how += f"; {UNKNOWN}" if site.index in unsure else ""
         layout = "shared by all samples"
         if site.index not in samples.batched:
             layouts = samples.layouts(site.index)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,8 +103,9 @@ def capture_from(
         tell_bytes(made.activations * roots.itemsize)
     running = Capture(made, roots, params, sink, ordinary)
     running.run(retain_graph)
-    # Where samples interact, it has been said that everything below is slow.
+    # Where samples interact, it has been said that everything below is slow; without numbers, nothing is.
     notes = running.slow if meeting else {**running.slow, **running.slow_below}
+    notes = notes if roots.has_numbers else {}
     for message in notes.values():
         _warn(message)
     return running.gradients
@@ -133,6 +134,8 @@ def planned(
         return made, [], []
     with noting() as notes:
         made, meeting, unseen = _planned_anew(roots, params, ordinary, graph, independent)
+    if independent and notes.unknown and not meeting:
+        _refuse_undecided(notes.unknown)
     if check is not None and not meeting:
         check.test(made)
     if key is not None and not meeting and not unseen:
@@ -250,6 +253,14 @@ def _refuse_unseen(unseen: Sequence[Node]) -> None:
         f"cannot see inside {hidden}, which is given data and weights: whether samples interact there is unknown. "
         f"If they do not, say so: persample.graph.keeps_samples_apart({_target(unseen[0])}). Otherwise ask "
         f"the same of the model without torch.compile or custom Functions, or drop independent=True"
+    )
+
+
+def _refuse_undecided(nodes: Iterable[Node]) -> None:
+    ops = ", ".join(dict.fromkeys(op_name(node) for node in nodes))
+    raise InteractionError(
+        f"data decide whether samples interact in {ops}, and tensors on meta or of a FakeTensorMode have none: ask the "
+        f"same of a smaller model with numbers, or drop independent=True"
     )
 
 

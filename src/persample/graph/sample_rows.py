@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..kernels.norms import wide
 from ..kernels.rows import rows_summed
+from ..numberless import with_numbers
 from .layout import Block, Layout, Shape, broadcast_dims, labels, sample_dims, split
 
 
@@ -35,6 +36,7 @@ class SampleRows:
         return cls(batch, 0, 0, rows)
 
     @classmethod
+    @with_numbers
     def of(cls, layout: Layout, shape: Shape, row_dims: int) -> SampleRows | None:
         """The first ``row_dims`` dims as rows; None when there are fewer, or the sample also depends on another."""
         even = _even_rows(layout, shape, row_dims) if isinstance(layout, Block) else None
@@ -68,10 +70,17 @@ class SampleRows:
             if self.a == self.b == 1:
                 return t.reshape(self.batch, *rest)
             return t.reshape(self.a, self.batch, self.b, *rest).sum((0, 2))
-        nobodys = int(bool((self._rows < 0).any()))  # one row more, for all of these
-        rows = torch.where(self._rows < 0, self.batch, self._rows).to(t.device, non_blocking=True)
-        return rows_summed(t, rows, self.batch + nobodys)[: self.batch]
+        rows, count = self._targets()
+        return rows_summed(t, rows.to(t.device, non_blocking=True), count)[: self.batch]
 
+    @with_numbers
+    def _targets(self) -> tuple[Tensor, int]:
+        """Where rows are added, and to how many sums: those of the samples, and one for all that are nobody's."""
+        assert self._rows is not None
+        nobodys = self._rows < 0
+        return torch.where(nobodys, self.batch, self._rows), self.batch + int(bool(nobodys.any()))
+
+    @with_numbers
     def order(self) -> Tensor:
         """(B, T): the rows of every sample, -1 where it has fewer."""
         if self._order is None:
@@ -152,15 +161,23 @@ def _sum_labelled(t: Tensor, layout: Layout, reduced: Sequence[int], varying: Se
     staying = [d for d in varying if d not in reduced]
     rest = [d for d in range(len(shape)) if d not in varying]
     rows = part.permute([*varying, *rest]).reshape(prod(shape[d] for d in varying), prod(part.shape[d] for d in rest))
-    places = prod(shape[d] for d in staying)
-    place = torch.zeros((), dtype=torch.int64, device="cpu")
-    for d in staying:
-        along = torch.arange(shape[d], device="cpu").reshape([-1 if e == d else 1 for e in range(len(shape))])
-        place = place * shape[d] + along
-    sample_index = labels(layout, shape)
-    sample_index = torch.where(sample_index < 0, sample_index, sample_index * places + place)
-    index = sample_index.permute([*varying, *rest]).reshape(-1)
-    summed = SampleRows.labelled(layout.batch * places, index).sum(rows)
+    index = _samples_and_places(layout, shape, staying, [*varying, *rest])
+    summed = SampleRows.labelled(layout.batch * prod(shape[d] for d in staying), index).sum(rows)
     sizes = [shape[d] for d in staying] + [part.shape[d] for d in rest]
     order = [0, *[(staying + rest).index(d) + 1 for d in range(len(shape)) if d in staying or d in rest]]
     return summed.to(t.dtype).reshape(layout.batch, *sizes).permute(order).reshape(layout.batch, *target)
+
+
+@with_numbers
+def _samples_and_places(layout: Layout, shape: Shape, dims: Sequence[int], order: Sequence[int]) -> Tensor:
+    """A number for every element that tells its sample and its place in these dims; -1 is nobody's.
+
+    Elements come with their dims in the ``order`` given, one after another.
+    """
+    places, place = prod(shape[d] for d in dims), torch.zeros((), dtype=torch.int64, device="cpu")
+    for d in dims:
+        along = torch.arange(shape[d], device="cpu").reshape([-1 if e == d else 1 for e in range(len(shape))])
+        place = place * shape[d] + along
+    sample_index = labels(layout, shape)
+    numbers = torch.where(sample_index < 0, sample_index, sample_index * places + place)
+    return numbers.permute(list(order)).reshape(-1)

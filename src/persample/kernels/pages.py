@@ -3,7 +3,7 @@
 `recycled` memory, for temporaries, lies in mappings that are kept from call to call. A mapping is used again once no
 tensor lies in it any more; a tensor that outlives its call only delays that. `fresh` memory, for results, belongs to
 one tensor and lies in huge pages, of which there are five hundred times fewer to be touched. On other devices both are
-`torch.empty`: their allocators keep memory themselves.
+`torch.empty`: their allocators keep memory themselves. So they are while tensors are fake, and need none.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from threading import Lock
 import torch
 from torch import Tensor
 
+from ..numberless import faking
+
 __all__ = ["POOL", "empty_cache", "fresh", "recycled"]
 
 _LEAST = 2**20  # bytes; the C library recycles smaller blocks itself
@@ -28,7 +30,7 @@ _HUGE = hasattr(mmap, "MADV_HUGEPAGE")
 def recycled(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """An uninitialised tensor for temporaries, in memory that is used again when the tensor is gone."""
     size = prod(shape) * dtype.itemsize
-    if size >= _LEAST and device.type == "cpu" and _HUGE:
+    if size >= _LEAST and device.type == "cpu" and _HUGE and not faking():
         with suppress(OSError):  # too many mappings
             return POOL.take(size).view(dtype).view(shape)
     return torch.empty(shape, dtype=dtype, device=device)
@@ -37,7 +39,7 @@ def recycled(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
 def fresh(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """An uninitialised tensor for results. If it is large, its storage is not PyTorch's, and cannot be made larger."""
     size = prod(shape) * dtype.itemsize
-    if size >= _LEAST_FRESH and device.type == "cpu" and _HUGE:
+    if size >= _LEAST_FRESH and device.type == "cpu" and _HUGE and not faking():
         with suppress(OSError):
             storage = torch.frombuffer(_mapped(size), dtype=torch.uint8).untyped_storage()
             strides = torch.empty(shape, device="meta").stride()

@@ -15,6 +15,7 @@ from ..factors import Factor, bounded_sums, terms_are_bounded
 from ..factors.base import Selection
 from ..factors.bounded import SMALLEST_WEIGHT
 from ..kernels.devices import can_look, looking
+from ..numberless import has_numbers
 from .base import Call, Reduction
 from .groups import Groups, Per, as_groups
 from .norms import ParameterNorms
@@ -189,7 +190,7 @@ class ClippedSum(Reduction):
         }
         sane = [self._within_range(self._bounds.get(key), norms[key], weights[key]) for key in members]
         sane += [answer.to(self._groups.call.device) for answer in terms_are_bounded(self._factors, space)]
-        if sane and not bool((torch.cat(sane) if len(sane) > 1 else sane[0]).all()):
+        if sane and has_numbers(sane[0]) and not bool((torch.cat(sane) if len(sane) > 1 else sane[0]).all()):
             with looking(True):
                 return self._again().clip()
         self._dropped: list[int] = []

@@ -14,6 +14,7 @@ from .._table import render
 from ..checks import check_losses
 from ..graph.read.roots import Roots
 from ..graph.read.saved import metadata
+from ..numberless import has_numbers
 from ..params import Params, named
 from ..verbs import grad
 
@@ -144,6 +145,11 @@ def check(
     """
     first, second = losses_fn(), losses_fn()
     check_losses(first)
+    if not has_numbers(first):
+        raise ValueError(
+            "losses on meta or of a FakeTensorMode have no numbers to compare: ps.explain(losses, params) tells what "
+            "follows from shapes alone"
+        )
     if not torch.equal(first.detach(), second.detach()) and not bool(first.isnan().any()):
         raise ValueError(
             "losses_fn gave two different results: make it repeatable (model.eval(), or the same seed at every call)"

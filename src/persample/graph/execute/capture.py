@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ...factors import Dense, Factor, Masked, combine, split
+from ...numberless import NoNumbers
 from ..layout import Block, Layout, labels
 from ..ops.custom import taught
 from ..ops.use import Use
@@ -27,6 +28,7 @@ from ..read import saved
 from ..read.invoke import call, sum_to
 from ..read.library import unspent
 from ..read.nodes import NodeSlot, is_opaque
+from ..read.notes import lacking
 from ..read.roots import Roots
 from ..read.site import Flow, Site
 from ..read.tape import Slot
@@ -188,7 +190,11 @@ class Capture:
             known = taught(use.site.node)
             with saved.unpacked_often(use.site.node):
                 return None if known is None else known.factor(use)
-        factor = use.site.op.factor(use)
+        try:
+            factor = use.site.op.factor(use)
+        except NoNumbers:  # of indices that the rule goes by
+            lacking(use.site.node)
+            return None
         return factor if factor is not None or flow is Flow.MIXED else sum_by_probe(use)
 
     def _separable_edge(self, use: Use, flow: Layout) -> Factor | None:

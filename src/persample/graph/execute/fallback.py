@@ -9,12 +9,14 @@ from torch import Tensor
 
 from ...factors import Factor
 from ...kernels.library import materialized
+from ...numberless import has_numbers
 from ..layout import Flow, Layout, labels
 from ..locate.probe import probe_node
 from ..ops.broadcast import dense
 from ..ops.use import Use
 from ..read.invoke import call, call_each, sum_to
 from ..read.nodes import is_opaque
+from ..read.notes import lacking
 from ..read.saved import holds_sparse, in_backward, in_checkpoint, in_own_task, in_plain_task
 from ..read.site import Site
 
@@ -99,6 +101,9 @@ def sum_by_probe(use: Use) -> Factor | None:
     site, k = use.site, use.k
     value = call(site.node, use.cotangents, site.edges)[k]
     if value is None or value.is_sparse or tuple(value.shape) == use.target:
+        return None
+    if not has_numbers(value):
+        lacking(site.node)
         return None
     outcome = probe_node(site, use.layouts, use.batch, summed=False)[k]
     if outcome is None or isinstance(outcome, Flow):

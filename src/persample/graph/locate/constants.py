@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from ..layout import Block, Layout, Shape, reshape, same, sample_dims, simplify, strides
+from ...numberless import NoNumbers, read_numbers
+from ..layout import Block, Flow, Layout, Outcome, Shape, reshape, same, sample_dims, simplify, strides
 from ..ops.dims import LetterFlows
 from ..ops.table import Product, lookup
 from ..read import saved
 from ..read.nodes import is_opaque
-from ..read.notes import ask
+from ..read.notes import ask, lacking
 from ..read.site import Site, Sites, computes_with_data, weights_only
 from ..read.tape import Slot, Tape
 
@@ -83,10 +84,13 @@ class Alignment:
         op, shape = self._tape.node(node), self._tape.shapes(node)[0]
         unclear = {d for d in constant_dims(self._sites[node]) if self._may_be(shape[d], batch)}
         unclear |= {d for d in ask(op, _rows_of_saved) if shape[d] == batch}
-        if not unclear or bool(ask(op, only_counts)):
+        counts = ask(op, only_counts) if unclear else True
+        if counts:
             return Below.WEIGHTS
         unclear -= set(self._aligned(node, shape, False))
         unclear -= set(self._aligned(node, shape, True)) - set(_row_dims(op, shape))
+        if unclear and counts is None:
+            lacking(op)
         return Below.SAMPLES if unclear else Below.ALIGNED
 
     def _may_be(self, size: int, batch: int) -> bool:
@@ -145,7 +149,7 @@ def _followed(site: Site, k: int, places: Layout) -> Layout | None:
         return None
     if op.new_rows is not None and saved.in_checkpoint(site.node):  # whose integers can be read once only
         return None
-    outcome = op.where(site, k, [places])
+    outcome = _where(site, k, places)
     if isinstance(outcome, Layout):
         return outcome
     read = None if op.read_dims is None else op.read_dims(site)
@@ -155,10 +159,19 @@ def _followed(site: Site, k: int, places: Layout) -> Layout | None:
     return _places(target, [d for d in kept if d is not None])
 
 
+def _where(site: Site, k: int, places: Layout) -> Outcome:
+    """Where places go by the op's flow; nowhere that is known, if indices decide that cannot be read."""
+    try:
+        return site.op.where(site, k, [places])
+    except NoNumbers:
+        lacking(site.node)
+        return Flow.PROBE
+
+
 def _dim_in_operand(site: Site, k: int, dim: int) -> int | None:
     """The dim of operand k that a dim of the result is, by the op's flow; equal sizes alone prove nothing."""
     shape, target = site.shapes[0], site.target(k)
-    outcome = site.op.where(site, k, [Block(shape[dim], strides(shape)[dim])])
+    outcome = _where(site, k, Block(shape[dim], strides(shape)[dim]))
     moved = sample_dims(outcome, target) if isinstance(outcome, Layout) else ()
     return moved[0] if len(moved) == 1 and target[moved[0]] == shape[dim] else None
 
@@ -248,19 +261,22 @@ def _rows_of_saved(node: Node) -> tuple[int, ...]:
     return tuple([rank - t.ndim for t in rows])
 
 
-def only_counts(node: Node) -> bool:
-    """Are all constants integers that are no data?"""
+def only_counts(node: Node) -> bool | None:
+    """Are all constants integers that are no data? None if they may be, and there is nothing to look at."""
     if saved.in_checkpoint(node):
         return False
     constants = saved.constants(node)
-    return bool(constants) and all(counts_positions(t) for t in constants)
+    try:
+        return bool(constants) and all(counts_positions(t) for t in constants)
+    except NoNumbers:
+        return None
 
 
 def counts_positions(t: Tensor) -> bool:
     """Are these integers 0, 1, 2, … in steps of any size, or distances between such numbers (the same on diagonals)?"""
     if is_data(t) or not t.numel() or max(t.shape, default=0) < 3:  # two numbers always count
         return False
-    if bool((t == t.reshape(-1)[0]).all()):  # equal numbers do not show that they count
+    if bool((read_numbers(t) == t.reshape(-1)[0]).all()):  # equal numbers do not show that they count
         return False
     if t.ndim == 1 or all(n == 1 for n in t.shape[:-1]):
         steps = t.reshape(-1).diff()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from ...numberless import NoNumbers, with_numbers
 from ..layout import NOBODY, Block, Labels, Layout, Shape, join
 from ..ops.custom import is_known, taught
 from ..ops.dims import only, whole
@@ -14,6 +15,7 @@ from ..ops.table import Op
 from ..read.compiled import is_compiled
 from ..read.library import unspent
 from ..read.nodes import is_opaque
+from ..read.notes import lacking
 from ..read.roots import Roots
 from ..read.saved import in_checkpoint
 from ..read.site import Flow, Outcome, Site, Sites, weights_only
@@ -57,6 +59,7 @@ class SampleMap:
         return layouts
 
 
+@with_numbers
 def assign(tape: Tape, roots: Roots) -> SampleMap:
     """Follow the samples through the whole tape."""
     return _Assignment(tape, roots).run()
@@ -138,6 +141,8 @@ class _Assignment:
             return Flow.SHARED
         if site.op.product is not None and not is_opaque(site.node):
             return self._by_product(site, k, layouts)
+        if not self.roots.has_numbers:
+            return self._unknown(site)
         self.samples.probed.add(site.index)
         if is_opaque(site.node) and not is_compiled(site.node):
             return self._by_function(site, k, slot, layouts, probed)
@@ -153,6 +158,8 @@ class _Assignment:
         origin = below_product(self.tape, self.samples.sites, site, k, self.samples.batch, self.samples.sizes())
         if origin is Below.WEIGHTS:
             return Flow.SHARED  # not one sample's in any case
+        if not self.roots.has_numbers:
+            return self._unknown(site)
         self.samples.probed.add(site.index)
         layout, hidden = only(layouts), in_checkpoint(site.node)
         outcome = probe_node(site, layouts, self.samples.batch)[k] if hidden else read_contraction(site, k, layout)
@@ -164,6 +171,11 @@ class _Assignment:
         else:
             outcome = None if cotangents[0] is None else read_contraction(site, k, layout, cotangents[0])
         return Flow.SHARED if outcome is Flow.MIXED and origin is Below.ALIGNED else outcome
+
+    def _unknown(self, site: Site) -> Flow:
+        """Data decide, and there are none: samples are taken to meet here, which is exact and slow in any case."""
+        lacking(site.node)
+        return Flow.MIXED
 
     def _by_function(
         self, site: Site, k: int, slot: Slot, layouts: Sequence[Layout | None], probed: list[Outcome]
@@ -198,6 +210,9 @@ class _Assignment:
         """Two contributions are of different samples at one place; are they in this call, or is one of them zero?"""
         if self.compiled:
             return Flow.MIXED
+        if not self.roots.has_numbers:
+            lacking(self.tape.node(slot[0]))
+            return Flow.MIXED
         outcome = self.final[slot] = probe_slots(self.tape, self.roots, [slot], linear=self.linear)[slot]
         if outcome is not None:
             self.samples.cotangents[slot] = outcome
@@ -219,7 +234,10 @@ class _Assignment:
         if is_opaque(site.node):
             known = taught(site.node)
             return Flow.PROBE if known is None else known.where(site, k, layouts)
-        return site.op.where(site, k, layouts)
+        try:
+            return site.op.where(site, k, layouts)
+        except NoNumbers:  # of the indices by which elements were chosen
+            return self._unknown(site)
 
     def _merge(self, slot: Slot, outcome: Outcome) -> None:
         """Add one more contribution to a cotangent."""

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from ...numberless import with_numbers
 from ..layout import Labels, Layout, labels, sample_dims
 from ..ops.table import Op
 from ..read import saved
 from ..read.library import PRECOMPUTED, op_of
 from ..read.nodes import is_opaque
+from ..read.notes import unknown
 from ..read.site import Flow, Site, computes_with_data
 from ..read.tape import Tape
 from .constants import Alignment, Below, goes_by_sample, memory_of_rows
@@ -21,6 +23,7 @@ from .data_rows import misread
 from .follow import SampleMap
 
 
+@with_numbers
 def interactions(tape: Tape, samples: SampleMap, *, thoroughly: bool = False) -> list[str]:
     """The ops in which samples are seen to meet, nearest to the losses first.
 
@@ -32,7 +35,14 @@ def interactions(tape: Tape, samples: SampleMap, *, thoroughly: bool = False) ->
         seen += _counted_rows(tape, samples) + _ranked(tape, samples)
     partly = _partly_separable(tape, samples)
     meeting = {n for n in samples.batched if _meets(tape, samples, n, n in partly)} | _holding_samples(tape, samples)
+    meeting -= undecided(tape)
     return list(dict.fromkeys(seen + _trails(tape, samples, meeting)))
+
+
+def undecided(tape: Tape) -> set[int]:
+    """The nodes of which data would have to decide where there are none, and all that they lead to."""
+    numbers = [tape.graph.numbers.get(node) for node in unknown()]
+    return {below for number in numbers if number in tape.edges for below in tape.below(number)}
 
 
 def _trails(tape: Tape, samples: SampleMap, meeting: set[int]) -> list[str]:

@@ -14,7 +14,8 @@ from torch import Tensor
 from ...factors import Dense, Factor, Outer, View
 from ...factors.rearrange import Reshape
 from ...kernels.norms import wide
-from ..layout import Flow, Layout, Outcome, carry, labels, sample_dims
+from ...numberless import read_numbers, with_numbers
+from ..layout import Flow, Layout, Outcome, Shape, carry, labels, sample_dims
 from ..read.site import Site
 from ..sample_rows import SampleRows
 from .broadcast import dense
@@ -122,13 +123,21 @@ def _by_product(layout: Layout, *tensors: Tensor) -> tuple[Tensor, ...] | None:
         return tuple(samples.group(t.squeeze(0)).unsqueeze(1) for t in tensors)
     if samples is not None:
         return tuple(samples.group(t.transpose(0, 1)).transpose(1, 2) for t in tensors)
-    index = labels(layout, shape)
+    samples = _rows_of_products(layout, shape)
+    if samples is None:
+        return None
+    return tuple(samples.group(t.flatten(0, 1)).unflatten(0, (layout.batch, n)) for t in tensors)
+
+
+@with_numbers
+def _rows_of_products(layout: Layout, shape: Shape) -> SampleRows | None:
+    """Routed experts: every product has its own rows, each of which is one sample's."""
+    index, n = labels(layout, shape), shape[0]
     if index.shape[2] != 1:
         return None
-    index = index.squeeze(2).expand(n, shape[1])  # routed experts: every product has its own rows
+    index = index.squeeze(2).expand(n, shape[1])
     product = torch.arange(n, device="cpu").unsqueeze(1)
-    samples = SampleRows.labelled(layout.batch * n, torch.where(index < 0, index, index * n + product).reshape(-1))
-    return tuple(samples.group(t.flatten(0, 1)).unflatten(0, (layout.batch, n)) for t in tensors)
+    return SampleRows.labelled(layout.batch * n, torch.where(index < 0, index, index * n + product).reshape(-1))
 
 
 def grouped_mm(use: Use) -> Factor | None:
@@ -137,16 +146,23 @@ def grouped_mm(use: Use) -> Factor | None:
     ends = site.optional("offs")
     if use.k != 1 or ends is None or g.ndim != 2 or len(use.target) != 3:
         return None
-    index = labels(use.layout, tuple(g.shape))
+    samples = _rows_of_groups(use.layout, tuple(g.shape), ends)
+    if samples is None:
+        return None
+    x, dy = (samples.group(t).unflatten(0, (use.batch, len(ends))) for t in (site.tensor("self"), g))
+    return Outer(x, dy)
+
+
+@with_numbers
+def _rows_of_groups(layout: Layout, shape: Shape, ends: Tensor) -> SampleRows | None:
+    """Sorted rows, each of which is one sample's and goes to one of the groups that end where ``ends`` says."""
+    index, groups = labels(layout, shape), len(ends)
     if index.shape[1] != 1:
         return None
-    groups = len(ends)
-    group = torch.bucketize(torch.arange(len(g), device="cpu"), ends.to("cpu", torch.int64), right=True)
-    index = index.squeeze(1).expand(len(g))
+    group = torch.bucketize(torch.arange(shape[0], device="cpu"), read_numbers(ends).to("cpu", torch.int64), right=True)
+    index = index.squeeze(1).expand(shape[0])
     index = torch.where((index < 0) | (group >= groups), -1, index * groups + group.clamp(max=groups - 1))
-    samples = SampleRows.labelled(use.batch * groups, index)
-    x, dy = (samples.group(t).unflatten(0, (use.batch, groups)) for t in (site.tensor("self"), g))
-    return Outer(x, dy)
+    return SampleRows.labelled(layout.batch * groups, index)
 
 
 def addbmm(use: Use) -> Factor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...numberless import read_numbers
 from ..layout import Outcome, labels, simplify
 from ..read.site import Site
 from .along_dims import along_dim
@@ -27,7 +28,11 @@ def source(site: Site, k: int, layouts: Layouts) -> Outcome:
     if moved is not None:
         return moved
     read = labels(layout, shape)
-    picked = read.index_select(dim, site.tensor("index").to("cpu").reshape(-1)) if read.shape[dim] > 1 else read
+    picked = (
+        read.index_select(dim, read_numbers(site.tensor("index")).to("cpu").reshape(-1))
+        if read.shape[dim] > 1
+        else read
+    )
     return simplify(picked, target, layout.batch)
 
 

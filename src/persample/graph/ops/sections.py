@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...factors import Dense, Factor, View
 from ...factors.rearrange import Section
+from ...numberless import with_numbers
 from ..layout import NOBODY, Flow, Labels, Layout, Outcome, Shape, labels, same, sample_dims, simplify
 from ..read.site import Site
 from ..sample_rows import SampleRows
@@ -154,16 +155,22 @@ def repeat(use: Use) -> Factor | None:
         return None
     target = (1,) * (len(repeats) - len(use.target)) + use.target
     split = [n for pair in zip(repeats, target, strict=True) for n in pair]
-    sample_index = labels(use.layout, tuple(use.g.shape)).expand(use.g.shape).reshape(split)
-    value = use.g.reshape(split)
     over = [2 * d for d in range(len(repeats))]
-    rows = value.permute(*over, *[d + 1 for d in over]).reshape(-1, *target)
-    samples_of_rows = sample_index.permute(*over, *[d + 1 for d in over]).reshape(len(rows), -1)
-    if samples_of_rows.shape[1] and not torch.equal(samples_of_rows, samples_of_rows[:, :1].expand_as(samples_of_rows)):
+    order = [*over, *[d + 1 for d in over]]
+    rows = use.g.reshape(split).permute(order).reshape(-1, *target)
+    samples = _samples_of_rows(use, split, order, len(rows))
+    return None if samples is None else Dense(samples.sum(rows).reshape(use.batch, *use.target))
+
+
+@with_numbers
+def _samples_of_rows(use: Use, split: Sequence[int], order: Sequence[int], count: int) -> SampleRows | None:
+    """Whose the rows are, if every one of them is one sample's."""
+    sample_index = labels(use.layout, tuple(use.g.shape)).expand(use.g.shape).reshape(split)
+    by_row = sample_index.permute(*order).reshape(count, -1)
+    if by_row.shape[1] and not torch.equal(by_row, by_row[:, :1].expand_as(by_row)):
         return None
-    index = samples_of_rows[:, 0] if samples_of_rows.shape[1] else samples_of_rows.new_full((len(rows),), -1)
-    total = SampleRows.labelled(use.batch, index).sum(rows)
-    return Dense(total.reshape(use.batch, *use.target))
+    index = by_row[:, 0] if by_row.shape[1] else by_row.new_full((count,), NOBODY)
+    return SampleRows.labelled(use.batch, index)
 
 
 def padded(site: Site, k: int, layouts: Layouts) -> Outcome:

@@ -17,6 +17,7 @@ from ...factors import Factor, Rows, View
 from ...factors.rearrange import Reshape
 from ...kernels.norms import wide
 from ...kernels.rows import rows_summed
+from ...numberless import read_numbers, with_numbers
 from ..layout import NOBODY, Flow, Layout, Outcome, Shape, labels, sample_dims, simplify, strides
 from ..read import saved
 from ..read.site import Site
@@ -42,7 +43,7 @@ def _written_back(
     read = read.reshape([read.shape[d] for d in block]).expand([shape[d] for d in block])
     sizes = target[first : first + len(indices)]
     table = read.new_full(sizes, NOBODY)
-    where = tuple(torch.broadcast_tensors(*[i.to("cpu") for i in indices]))
+    where = tuple(torch.broadcast_tensors(*[read_numbers(i).to("cpu") for i in indices]))
     table[where] = read
     live = read != NOBODY
     if bool((table[where] != read)[live].any()):
@@ -109,7 +110,8 @@ def embedding(use: Use) -> Factor | None:
         return None
     flat, dy = ids.reshape(-1), use.g.reshape(ids.numel(), use.target[1])
     if site.value("scale_grad_by_freq"):
-        dy = dy / torch.bincount(flat, minlength=use.target[0])[flat].unsqueeze(1)
+        counts = flat.new_zeros(use.target[0]).index_add_(0, flat, torch.ones_like(flat))
+        dy = dy / counts[flat].unsqueeze(1)
     return _rows(use, samples, _without_padding(site).reshape(-1), dy, 1, skips=site.number("padding_idx") >= 0)
 
 
@@ -162,8 +164,14 @@ def bag(use: Use) -> Factor | None:
     if site.number("mode") == 1:
         sizes = rows_summed(live.to(wide(g.dtype)), bags, len(g)).clamp(min=1)
         values = (values / sizes.index_select(0, bags).unsqueeze(1)).to(g.dtype)
-    sample = labels(use.layout, tuple(g.shape)).reshape(-1).expand(len(g)).index_select(0, bags.to("cpu"))
+    sample = _samples_of_bags(use.layout, tuple(g.shape), bags)
     return _rows(use, SampleRows.labelled(use.batch, sample), ids.masked_fill(~live, -1), values, 1, skips=True)
+
+
+@with_numbers
+def _samples_of_bags(layout: Layout, shape: Shape, bags: Tensor) -> Tensor:
+    """The sample of every entry of a bag."""
+    return labels(layout, shape).reshape(-1).expand(shape[0]).index_select(0, read_numbers(bags).to("cpu"))
 
 
 def _bag_maxima(use: Use, samples: SampleRows) -> Factor:

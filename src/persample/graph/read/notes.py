@@ -5,7 +5,7 @@ Whoever wants to know opens `noting`: every answer is then written down.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from operator import attrgetter
@@ -21,11 +21,12 @@ Question = Callable[[Node], Any]
 class Notes:
     """What was asked of nodes, and the answers; not ``certain`` if some were data, which no later graph will share."""
 
-    __slots__ = ("answers", "certain")
+    __slots__ = ("answers", "certain", "unknown")
 
     def __init__(self) -> None:
         self.answers: list[tuple[Node, Question, Any]] = []
         self.certain = True
+        self.unknown: dict[Node, None] = {}  # nodes of which data decide, and there are none
 
     def add(self, node: Node, question: Question, answer: Any) -> None:
         held = answer if isinstance(answer, (tuple, list)) else (answer,)
@@ -79,6 +80,18 @@ def by_data() -> None:
     """Note that data decide: another graph like this one may be different."""
     if _open.notes is not None:
         _open.notes.certain = False
+
+
+def lacking(node: Node) -> None:
+    """Note that data decide of a node, and that the tensors of this graph have none."""
+    by_data()
+    if _open.notes is not None:
+        _open.notes.unknown[node] = None
+
+
+def unknown() -> Collection[Node]:
+    """The nodes of which that was noted so far."""
+    return () if _open.notes is None else _open.notes.unknown
 
 
 def note(node: Node, attribute: str, value: Any) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from ...numberless import has_numbers
 from ..layout import Block, Layout
 from .nodes import NodeSlot
 from .regions import Regions
@@ -38,6 +39,12 @@ class Roots:
     def of_losses(cls, losses: Tensor) -> Roots:
         """One loss per sample."""
         return cls([slot_of(losses)], [Block(len(losses), 1)], len(losses), losses=losses)
+
+    @property
+    def has_numbers(self) -> bool:
+        """Is there data to be looked at?"""
+        starts = self.cotangents if self.losses is None else [self.losses]
+        return all(has_numbers(t) for t in starts)
 
     @property
     def itemsize(self) -> int:

@@ -22,6 +22,7 @@ from torch.autograd.graph import Node
 from torch.utils.checkpoint import _Holder
 
 # Modules of this folder ask about nodes here, whatever they want to know.
+from ...numberless import has_numbers, storage_of
 from ...python_nodes import function_of as function_of
 from ...python_nodes import is_custom as is_custom
 from ...python_nodes import is_torchs as is_torchs
@@ -87,7 +88,9 @@ def has_memory(t: Tensor) -> bool:
 
 
 def memory(t: Tensor) -> int:
-    """Where a tensor's numbers lie: equal for views of one another. A wrapper of others stands for itself."""
+    """Where a tensor's numbers lie, or would: equal for views of one another. A wrapper of others stands for itself."""
+    if not has_numbers(t):
+        return storage_of(t)
     return t.untyped_storage().data_ptr() if has_memory(t) else id(t)
 
 
