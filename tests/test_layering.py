@@ -22,6 +22,7 @@ LAYERS = [
     "expanded",
     "rerun",
     "top",
+    "testing",
     "audit",
     "dp",
     "demo",
@@ -36,7 +37,7 @@ EVERYWHERE = {
     "python_nodes",
     "trees",
 }  # which import nothing of this package: anybody may use them
-TOP_MODULES = {"call", "checks", "explain", "monitor", "shortcuts", "testing", "params", "verbs", "_table"}
+TOP_MODULES = {"call", "checks", "explain", "monitor", "shortcuts", "params", "verbs", "_table"}
 
 
 def name_of(path: Path) -> str:
@@ -69,7 +70,8 @@ def imports(path: Path) -> Iterator[str]:
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_imports_point_one_way(path: Path) -> None:
     relative = path.relative_to(ROOT)
-    own = layer_of(relative.parts[0]) if len(relative.parts) > 1 else "cli" if path.stem == "__main__" else "top"
+    of_files = {"__main__": "cli", "__init__": "testing"}
+    own = layer_of(relative.parts[0]) if len(relative.parts) > 1 else of_files.get(path.stem, "top")
     allowed = [layer for layer in LAYERS[: LAYERS.index(own) + 1] if layer != APART.get(own)]
     wrong = [m for m in imports(path) if m.split(".")[0] not in EVERYWHERE and layer_of(m) not in allowed]
     assert not wrong, f"{name_of(path)} must not import {wrong}"

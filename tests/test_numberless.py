@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import persample as ps
 from persample.graph.describe import UNKNOWN
-from persample.numberless import LiveBytes, NoNumbers, faking, has_numbers, memory_of, read_numbers, with_numbers
+from persample.numberless import LiveBytes, NoNumbers, faking, has_numbers, read_numbers, storage_of, with_numbers
 from persample.testing import check as compare
 from tests import llama
 from tests.case_library.registry import Case
@@ -68,8 +68,8 @@ def test_what_has_numbers(kind: str) -> None:
     assert has_numbers(torch.ones(2))
     with pytest.raises(NoNumbers):
         read_numbers(losses)
-    assert memory_of(losses) == memory_of(losses[1:])
-    assert memory_of(losses) != memory_of(losses.clone())
+    assert storage_of(losses) == storage_of(losses[1:])
+    assert storage_of(losses) != storage_of(losses.clone())
 
 
 def test_tensors_with_numbers_can_be_made_in_a_fake_mode() -> None:

@@ -67,7 +67,7 @@ _ERRORS = (DataDependentOutputException, DynamicOutputShapeException, Unsupporte
 
 def storage_of(t: Tensor) -> int:
     """Equal for tensors without numbers that would lie in the same memory."""
-    return t.untyped_storage()._cdata
+    return int(t.untyped_storage()._cdata)
 
 
 def faking() -> bool:

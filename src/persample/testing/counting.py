@@ -4,6 +4,8 @@ A host that only hands out work is ahead of its device, and the device is never 
 copies to or from ordinary memory, or has as many results as the data say, stops the host until all work is done. Both
 are counted op by op, as they come to the dispatcher: views are free, everything else is one launch. (A library may use
 several kernels for one op; what is counted is what a program asks for.)
+
+The names of ops are PyTorch's own. They hold for torch 2.13 to 2.15; ``tests/testing/test_counting.py`` checks them.
 """
 
 from __future__ import annotations
@@ -24,17 +26,20 @@ __all__ = ["Work", "count_work"]
 _FREE = frozenset(
     """
     empty empty_like empty_strided new_empty new_empty_strided empty_permuted detach detach_ alias lift lift_fresh
-    _unsafe_view _reshape_alias resize_ set_ is_same_size _has_same_storage_numel sym_size sym_stride sym_numel
-    sym_storage_offset size stride storage_offset numel dim is_contiguous is_pinned _fused_sdp_choice
+    _unsafe_view _reshape_alias resize_ set_ is_same_size _has_same_storage_numel is_pinned _fused_sdp_choice
     """.split()
 )
 # Ops whose results the host has to wait for: numbers, or as many rows as the data say.
 _WAITING = frozenset(
     """
-    _local_scalar_dense item is_nonzero equal nonzero masked_select unique _unique _unique2 unique_dim
-    unique_consecutive unique_dim_consecutive bincount histc multinomial embedding_renorm_ _linalg_check_errors
+    _local_scalar_dense item is_nonzero equal nonzero masked_select _unique _unique2 unique_dim unique_consecutive
+    unique_dim_consecutive bincount multinomial embedding_renorm_ _linalg_check_errors
     """.split()
 )
+
+
+_COPIES = frozenset("_to_copy copy_ _copy_from".split())
+_INDEXED = frozenset("index index_put index_put_ _index_put_impl_ _unsafe_index _unsafe_index_put".split())
 
 
 @dataclass
@@ -53,7 +58,7 @@ class Work:
         places = _places(args, kwargs)
         if all(place == "cpu" for place in places):
             return
-        name = op._schema.name.removeprefix("aten::")
+        name = op.name().partition("::")[2].partition(".")[0]
         if name in _FREE or op.is_view:
             return
         self.launches[name] += 1
@@ -69,9 +74,9 @@ def _places(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
 
 
 def _waits(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], places: Sequence[str]) -> bool:
-    if name in ("_to_copy", "copy_", "_copy_from"):  # from the host or to it
+    if name in _COPIES:  # from the host or to it
         return "cpu" in places and not (kwargs.get("non_blocking") or True in args[2:3])
-    if name in ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"):
+    if name in _INDEXED:
         chosen = any(t.dtype in (torch.bool, torch.uint8) for t in args[1] if t is not None)
         return chosen and not (name.startswith("index_put") and args[2].numel() == 1)  # then it fills where it is true
     if name == "repeat_interleave":
