@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -92,6 +93,20 @@ class DeviceTensor(torch.Tensor):
         torch.Tensor.data.__set__(self, value)
         self.held = value.held
 
+    def as_subclass(self, cls: type[Tensor]) -> Tensor:
+        """A subclass of both: a real device's tensors have no class of their own."""
+        made: DeviceTensor = _aten.alias(self)
+        made.__class__ = _both(cls)
+        return made
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Where the numbers are, which views share."""
+        return self.held.untyped_storage()
+
+    def data_ptr(self) -> int:
+        """Where the numbers begin."""
+        return self.held.data_ptr()
+
     def tolist(self) -> Any:
         """By way of the CPU."""
         return self.cpu().tolist()
@@ -127,6 +142,11 @@ class DeviceTensor(torch.Tensor):
         if name in _ON_HOST:
             return tuple(t if place == _ON_HOST[name] else wrapped(t) for place, t in enumerate(result))
         return tree_map(wrapped, result)
+
+
+@cache
+def _both(cls: type[Tensor]) -> type[Tensor]:
+    return type(cls.__name__, (cls, DeviceTensor), {})
 
 
 def _plain(t: Tensor) -> Tensor:
