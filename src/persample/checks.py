@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import cast
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from ._errors import UnsupportedError
 from .distributed import Leaves, Ranks
 from .kernels.devices import looking
+from .kernels.streams import streams_of
 from .numberless import has_numbers, lacks_numbers, shapes_alone
 from .reductions import Reduction
 
@@ -62,14 +63,27 @@ def refuse_shards(leaves: Leaves) -> None:
         )
 
 
+def _without_autocast(losses: Tensor) -> AbstractContextManager[object]:
+    """A context without autocast; what is computed on meta, or on a device that has none, is not subject to it."""
+    kind = losses.device.type
+    if losses.is_meta or not torch.amp.is_autocast_available(kind):
+        return nullcontext()
+    return torch.autocast(kind, enabled=False)
+
+
+@contextmanager
+def _surroundings(losses: Tensor) -> Iterator[None]:
+    """What the losses' device asks for, or the lack of one."""
+    look = nullcontext() if has_numbers(losses) else looking(False)
+    with shapes_alone([losses]), look, streams_of(losses.device):
+        yield
+
+
 @contextmanager
 def boundary(losses: Tensor) -> Iterator[None]:
     """Keep the caller's modes out, and add the remedy to PyTorch's own errors."""
     try:
-        # What is computed on meta is not subject to autocast.
-        kind = "cpu" if losses.is_meta else losses.device.type
-        look = nullcontext() if has_numbers(losses) else looking(False)
-        with torch.inference_mode(False), torch.autocast(kind, enabled=False), shapes_alone([losses]), look:
+        with torch.inference_mode(False), _without_autocast(losses), _surroundings(losses):
             yield
     except RuntimeError as error:
         if "second time" in str(error):

@@ -21,6 +21,20 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from tests.device.kernels import KERNELS
 
 
+class Stream:
+    """A queue of work; here, all work is done at once, and only who waits for whom is kept."""
+
+    def __init__(self) -> None:
+        self.waited_for: list[Stream] = []
+
+    def wait_stream(self, other: Stream) -> None:
+        """Work from here on comes after the other's."""
+        self.waited_for.append(other)
+
+
+_threads = threading.local()
+
+
 class _Module:
     """What PyTorch asks of ``torch.strict``."""
 
@@ -41,6 +55,12 @@ class _Module:
 
     def _is_in_bad_fork(self) -> bool:
         return False
+
+    def current_stream(self, device: object = None) -> Stream:
+        """One for every thread: as if the forward pass had been on another than the caller's."""
+        if not hasattr(_threads, "stream"):
+            _threads.stream = Stream()
+        return _threads.stream
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.float16, torch.bfloat16]

@@ -13,7 +13,6 @@ from tests.device.test_cases import on_cpu
 from tests.expanded.test_agreement import MODULES, REFUSED, both
 from tests.reference import assert_same
 
-
 ACCEPTED = [case for case in MODULES if case not in REFUSED]
 EACH = [
     pytest.param(case, id=str(case), marks=[pytest.mark.slow] if place % 4 else [])

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ...factors import Dense, Factor, Masked, combine, split
+from ...kernels.streams import Streams
 from ...numberless import NoNumbers
 from ..layout import Block, Layout, labels
 from ..ops.custom import taught
@@ -75,18 +76,21 @@ class Capture:
         for use in several:
             self._watch([t for one in use.saved for t in one.values() if t is not None])
         gathered = [Gathering([self.tape.node(n) for n in use.nodes], use.watch) for use in several]
+        streams = Streams.of_call()
         births = Births(self.plan.sources, self.tape.graph)
         handles = births.hook()
         for number, use in self.pending.items():
             if use.passed:
-                handles.append(self.tape.node(number).register_prehook(partial(self._consume, number)))
+                consume = streams.noting(partial(self._consume, number))
+                handles.append(self.tape.node(number).register_prehook(consume))
         for gathering in gathered:
-            handles += gathering.hook()
+            handles += gathering.hook(streams)
         try:
             cotangents = self._backward(retain_graph)
         finally:
             for handle in handles:
                 handle.remove()
+        streams.join()
         births.check(cotangents)
         self._check_unchanged()
         with torch.no_grad():

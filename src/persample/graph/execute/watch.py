@@ -17,6 +17,7 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from ..._errors import UnsupportedError
+from ...kernels.streams import Streams
 from ..read.saved import is_custom, memory, version
 from ..read.tape import Graph, Slot
 
@@ -37,9 +38,10 @@ class Gathering:
         self._arrived: dict[int, tuple[Tensor, int]] = {}  # cotangents, with their versions when they came
         self._copies: dict[int, Tensor] = {}
 
-    def hook(self) -> list[RemovableHandle]:
+    def hook(self, streams: Streams) -> list[RemovableHandle]:
         """Keep the cotangent of every node when the engine comes to it; the handles remove the hooks."""
-        return [node.register_prehook(partial(self._arrive, i)) for i, node in enumerate(self._nodes)]
+        arrive = streams.noting(self._arrive)
+        return [node.register_prehook(partial(arrive, i)) for i, node in enumerate(self._nodes)]
 
     def _arrive(self, place: int, grads: Sequence[Tensor | None]) -> None:
         g = grads[0]
