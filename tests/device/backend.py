@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from persample.kernels import devices
 from tests.device.kernels import KERNELS
 
 
@@ -244,7 +245,9 @@ _library.impl("_copy_from", _copy_from, "PrivateUse1")
 def no_float64() -> Iterator[None]:
     """Refuse float64 in the block, as devices without it do."""
     DeviceTensor.without_float64 = True
+    devices._WITHOUT_FLOAT64.add(DEVICE.type)
     try:
         yield
     finally:
         DeviceTensor.without_float64 = False
+        devices._WITHOUT_FLOAT64.remove(DEVICE.type)

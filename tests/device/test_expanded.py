@@ -13,7 +13,8 @@ from tests.device.test_cases import on_cpu
 from tests.expanded.test_agreement import MODULES, REFUSED, both
 from tests.reference import assert_same
 
-ACCEPTED = [case for case in MODULES if case not in REFUSED]
+# Dynamo does not know the tensors of this device.
+ACCEPTED = [case for case in MODULES if case not in REFUSED and "compiled" not in case.name]
 EACH = [
     pytest.param(case, id=str(case), marks=[pytest.mark.slow] if place % 4 else [])
     for place, case in enumerate(ACCEPTED)

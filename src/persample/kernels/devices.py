@@ -41,15 +41,18 @@ def looking(allowed: bool) -> Iterator[None]:
 
 def has_float64(device: torch.device) -> bool:
     """Does the device have float64 at all?"""
-    return device.type != "mps"
+    return device.type not in _WITHOUT_FLOAT64
+
+
+def has_fast_float64(device: torch.device) -> bool:
+    """Are products in float64 at most a few times slower than in float32? On most consumer GPUs, they are 32 or 64."""
+    return _has_fast_float64(device) if device.type == "cuda" else has_float64(device)
 
 
 @lru_cache(maxsize=64)
-def has_fast_float64(device: torch.device) -> bool:
-    """Are products in float64 at most a few times slower than in float32? On most consumer GPUs, they are 32 or 64."""
-    if device.type != "cuda":
-        return has_float64(device)
-    return torch.cuda.get_device_capability(device) in _FAST_FLOAT64 or torch.version.hip is not None
+def _has_fast_float64(device: torch.device) -> bool:
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) in _FAST_FLOAT64
 
 
-_FAST_FLOAT64 = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0), (10, 3)}  # P100, V100, A100, H100, B200
+_WITHOUT_FLOAT64 = {"mps"}
+_FAST_FLOAT64 = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}  # P100, V100, A100, H100, B200

@@ -1,0 +1,67 @@
+"""A device that has no float64: norms in float32 are scaled and summed in runs; they neither overflow nor drift."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import persample as ps
+from persample.kernels.norms import row_norms
+from tests.cases import CASES, Case, warnings_of
+from tests.device.backend import DEVICE, no_float64, raise_refused
+from tests.device.test_cases import on_cpu
+from tests.reductions.expected import questions
+from tests.reductions.test_cases import BEYOND_RANGE, check_results
+from tests.reference import definition, named
+
+HALF = (torch.float16, torch.bfloat16)
+WIDE = {"float32_model_float64_losses"}
+NARROW = [case for case in CASES if case.dtype in (torch.float32, *HALF) and str(case) not in BEYOND_RANGE | WIDE]
+
+
+@pytest.fixture(autouse=True)
+def _narrow() -> Iterator[None]:
+    with no_float64():
+        yield
+
+
+def test_the_device_refuses_it() -> None:
+    with pytest.raises(TypeError, match="no float64"):
+        torch.ones(3, device=DEVICE).double()
+
+
+@pytest.mark.parametrize("case", NARROW, ids=str)
+def test_all_reductions(case: Case) -> None:
+    with torch.device(DEVICE):
+        params, forward = case.build(case.batches[0])
+        losses = forward()
+    tensors = named(params)
+    if any(p.dtype in (torch.float64, torch.complex128) for p in tensors.values()):
+        pytest.skip("has parameters in float64")
+    want = on_cpu(definition(losses, tensors))
+    leaves = {name: on_cpu(p).requires_grad_() for name, p in tensors.items()}
+    asked = questions(want, leaves, variants=False)
+    with warnings_of(case):
+        results = ps.reduce(losses, tensors, *(ask.reduction for ask in asked.values()))
+    check_results(case, leaves, asked, on_cpu(results))
+    raise_refused()
+
+
+@pytest.mark.parametrize("exponent", [-44, -30, -20, 0, 18, 20, 30])
+@pytest.mark.parametrize("length", [1, 3, 512, 513, 2000, 300_001])
+def test_norms_of_huge_tiny_and_many_numbers(exponent: int, length: int) -> None:
+    rows = torch.rand(3, length, generator=torch.Generator().manual_seed(length)) * 10.0**exponent
+    rows[0] = 0
+    found = row_norms(rows.to(DEVICE))
+    assert found.dtype == torch.float32
+    want = rows.double().norm(dim=1)
+    assert torch.allclose(found.cpu().double(), want, rtol=1e-5, atol=1e-44)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_norms_of_what_is_not_finite(value: float) -> None:
+    found = row_norms(torch.tensor([[1.0, value], [3.0, 4.0]]).to(DEVICE)).cpu()
+    assert not found[0].isfinite()
+    assert float(found[1]) == 5
