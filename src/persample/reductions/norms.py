@@ -85,7 +85,7 @@ class ParameterNorms:
         """(B,) in float64 for every group."""
         self._compute_parts()
         small = self._small.keys()
-        if all(small <= set(names) or small.isdisjoint(names) for names in groups.members.values()) and small:
+        if small and all(small <= set(names) or small.isdisjoint(names) for names in groups.members.values()):
             self._add_rows(self._of_small(self._small.values()).unsqueeze(0), list(self._small))
             self._small = {}
         every = torch.cat(self._norms).t() if self._norms else self._call.zeros(self._call.batch, 0)
