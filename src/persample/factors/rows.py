@@ -131,8 +131,8 @@ class Rows(Factor):
 
     def _compute_norms(self, space: Workspace) -> Tensor:
         if not can_look(self.device):
-            small = self.size <= _SMALL_TABLE * self.positions
-            return super()._compute_norms(space) if small else row_norms(self._row_gradients_without_looking()[1])
+            written = self.size <= _SMALL_TABLE * self.positions and wide(self.dtype) == self.dtype
+            return super()._compute_norms(space) if written else row_norms(self._row_gradients_without_looking()[1])
         sample, _, totals = self._row_gradients()
         each = row_norms(totals)
         largest = each.new_zeros(self.batch).scatter_reduce_(0, sample, each, "amax")

@@ -57,14 +57,15 @@ class MeanAndNorms(Reduction):
         self._means: dict[str, Tensor] = {}
         self._mean_norms: dict[str, Tensor] = {}
         self._unseen: dict[str, Factor] = {}  # whose mean may have a norm that is not finite
+        self._kept_bytes = 0
 
     def add(self, name: str, factor: Factor) -> None:
         self._norms.add(name, factor)
         mean = self._means[name] = self._mean(factor)
         self._mean_norms[name] = row_norms(mean.unsqueeze(0)).to(self._call.device)
         self._unseen[name] = factor
-        kept = sum(f.nbytes for f in self._unseen.values())
-        if can_look(self._call.device) or kept > self._call.space.limit:
+        self._kept_bytes += factor.nbytes
+        if can_look(self._call.device) or self._kept_bytes > self._call.space.limit:
             self._leave_out_nonfinite()
 
     def _leave_out_nonfinite(self) -> None:
@@ -76,7 +77,7 @@ class MeanAndNorms(Reduction):
                 kept = factor.cached_norms(self._call.space).isfinite().nonzero().squeeze(1)
                 size = row_norms(self._mean(factor[kept]).unsqueeze(0)) if kept.numel() else self._call.zeros(1)
                 self._mean_norms[name] = size.to(self._call.device)
-        self._unseen = {}
+        self._unseen, self._kept_bytes = {}, 0
 
     def _mean(self, factor: Factor) -> Tensor:
         weights = self._call.zeros(factor.batch) + 1 / factor.batch
