@@ -65,12 +65,13 @@ def test_at_once_or_not(name: str, parts: int) -> None:
     assert torch.equal(exact.totals(weights, parts, at_once=True), exact.totals(weights, parts))
 
 
-def reduced(factor: Factor, bound: float, samples: int) -> tuple[ExactSums, Tensor]:
+def reduced(factor: Factor, bound: float, samples: int, *, at_once: bool = True) -> tuple[ExactSums, Tensor]:
     clip = ExactClippedSum(ClippedSum(bound, nonfinite="drop"), samples)
     p = torch.zeros(factor.shape, dtype=factor.dtype)
     clip.start(Call({"p": p}, factor.batch, p.device, dict))
     clip.add("p", factor)
     sums = clip.result()
+    assert [each.at_once for each in sums.joint] == [at_once]
     total = sums.take("p")
     assert total is not None
     return sums, total
@@ -88,7 +89,7 @@ def test_products_too_large_to_be_added_up_at_once() -> None:
     batch, bound = 2047, 0.999
     factor, unit = cancelling(batch), Unit.below(bound, batch)
     factor.right.mul_(torch.logspace(1, 6, batch).view(-1, 1, 1))
-    _, total = reduced(factor, bound, batch)
+    _, total = reduced(factor, bound, batch, at_once=False)
     weights = capped(factor, bound, unit)
     exact = factor.integer_sum(unit, Workspace())
     assert float(exact.term_sizes[0](weights, 1)) > 2.0**WHOLE
