@@ -122,10 +122,12 @@ def test_parts_of_a_batch_and_padding(name: str, physical: int) -> None:
     check_both(KINDS[name], steps=2, go={"physical_batch_size": physical})
 
 
-def test_an_empty_batch() -> None:
+@pytest.mark.parametrize("clip", [ps.ClippedSum(0.5), dp.AdaptiveClip()], ids=["fixed", "adaptive"])
+def test_an_empty_batch(clip: Any) -> None:
     rare = dp.Plan(examples=EXAMPLES, batch_size=1, steps=6, noise_multiplier=0.5, delta=1e-3, accountant="rdp")
-    mine, _ = check_both(KINDS["bag"], plan=rare)
+    mine, _ = check_both(KINDS["bag"], plan=rare, clip=clip)
     assert 0 in [record.size for record in mine.records]
+    assert max(work.waits.total() for work in mine.works[3:]) <= 4
 
 
 @pytest.mark.parametrize("name", ["mlp", "positions", "cnn", "bfloat16"])

@@ -88,7 +88,8 @@ class Sums:
                 numbers = torch.zeros(shape, dtype=units[name].dtype, device=p.device)
             wholes.append(Whole(numbers, units[name]))
         if counted_in is not None:
-            count = torch.zeros(1, dtype=torch.int64) if self._count is None else self._count
+            device = wholes[0].numbers.device if wholes else None
+            count = torch.zeros(1, dtype=torch.int64, device=device) if self._count is None else self._count
             wholes.append(Whole(count, counted_in))
         self.clear()
         return wholes
