@@ -65,6 +65,13 @@ def test_at_once_or_not(name: str, parts: int) -> None:
     assert torch.equal(exact.totals(weights, parts, at_once=True), exact.totals(weights, parts))
 
 
+def test_other_weights_for_the_same_sum() -> None:
+    factor, unit = made("positions", torch.float32), Unit.below(1.0, 1000)
+    weights, exact = capped(factor, 1.0, unit), factor.integer_sum(unit, Workspace())
+    for given in (weights, weights / 3):
+        assert torch.equal(exact.totals(given), factor.integer_sum(unit, Workspace()).totals(given))
+
+
 def reduced(factor: Factor, bound: float, samples: int, *, at_once: bool = True) -> tuple[ExactSums, Tensor]:
     clip = ExactClippedSum(ClippedSum(bound, nonfinite="drop"), samples)
     p = torch.zeros(factor.shape, dtype=factor.dtype)
