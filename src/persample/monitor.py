@@ -199,8 +199,10 @@ class Monitor:
             self._own.flush()  # TensorBoard's thread is not waited for at the end of a program
         return self.last, spread
 
-    def _record(self, spread: Spread, ids: Sequence[Any]) -> Record:
-        norms = torch.linalg.vector_norm(spread.norms, dim=0)
+    def _record(self, on_device: Spread, ids: Sequence[Any]) -> Record:
+        norms_on_device = torch.linalg.vector_norm(on_device.norms, dim=0)
+        spread = on_device.on_cpu()
+        norms = norms_on_device if spread is on_device else torch.linalg.vector_norm(spread.norms, dim=0)
         finite = norms.isfinite()
         top = torch.where(finite, norms, -1).topk(min(self.unusual, int(finite.sum()))).indices.tolist()
         unusual = [(ids[i], norms[i].item()) for i in top]
@@ -216,7 +218,7 @@ class Monitor:
                 values[f"unusual/{rank}/sample"] = float(sample)
         values = {name: value for name, value in values.items() if math.isfinite(value)}
         bad = [ids[i] for i in (~finite).nonzero().squeeze(1).tolist()]
-        return Record(self.step - 1, values, norms, unusual, bad)
+        return Record(self.step - 1, values, norms_on_device, unusual, bad)
 
     def _noise(self, spread: Spread, pairs: int) -> Values:
         """Of this step alone, the parts of the noise scale; from averages over steps, the ratios.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..factors.limits import Unit
 from ..reductions import Call, ClippedSum, Clipping
-from ..reductions.groups import Groups
+from ..reductions.groups import Groups, listed
 from .errors import PrivacyError
 from .plan import Plan
 
@@ -116,10 +116,9 @@ class Fixed(Clipper):
 
     def _check_weights(self, clipping: Clipping) -> None:
         """Refuse weights by which a sample could add more than the sensitivity that was stated."""
-        most = 0.0
-        for norms, weights in zip(listed(clipping.norms), listed(clipping.weights), strict=True):
-            added = (norms.double() * weights.double().abs()).nan_to_num(0.0)
-            most = math.hypot(most, float(added.max()) if len(added) else 0.0)
+        norms, weights = (torch.stack(listed(t)).double() for t in (clipping.norms, clipping.weights))
+        added = (norms * weights.abs()).nan_to_num(0.0)
+        most = math.hypot(*added.amax(1).tolist()) if added.numel() else 0.0
         if most > clipping.sensitivity * (1 + 1e-6):
             raise PrivacyError(
                 f"a sample adds {most:.4g} to the sum, more than the sensitivity {clipping.sensitivity:.4g} that was "
@@ -208,10 +207,3 @@ def clipper(clip: Clip, params: Mapping[str, Tensor], plan: Plan) -> Clipper:
     if isinstance(clip, ClippedSum):
         return Fixed(clip, params)
     raise TypeError(f"clip must be a ps.ClippedSum or a dp.AdaptiveClip, not a {type(clip).__name__}")
-
-
-def listed(values: Any) -> list[Tensor]:
-    """Norms or weights as a list with one tensor per group."""
-    if isinstance(values, Tensor):
-        return [values]
-    return list(values.values() if isinstance(values, Mapping) else values)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,16 +14,39 @@ from ..distributed import is_sharded
 from ..graph.read.saved import version
 
 
-def of_tensors(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+@dataclass(frozen=True)
+class Taken:
+    """One number for each tensor, which are still where they were computed: nothing has been waited for."""
+
+    names: Sequence[str]
+    lines: Mapping[torch.device, tuple[Sequence[str], Tensor]]  # the numbers that are on each device
+
+
+def take(tensors: Mapping[str, Tensor]) -> Taken:
     """One number for each tensor, computed from the part that this process has."""
     with torch.no_grad():
         numbers = {name: _bits(t.detach()) for name, t in tensors.items()}
     on: dict[torch.device, list[str]] = {}
     for name, number in numbers.items():
         on.setdefault(number.device, []).append(name)
-    lines = {device: torch.stack([numbers[name] for name in names]).tolist() for device, names in on.items()}
-    read = {name: number for device, names in on.items() for name, number in zip(names, lines[device], strict=True)}
-    return {name: read[name] for name in tensors}
+    lines = {device: (names, torch.stack([numbers[name] for name in names])) for device, names in on.items()}
+    return Taken(list(tensors), lines)
+
+
+def read(*every: Taken) -> list[dict[str, int]]:
+    """The numbers themselves; each device is waited for once."""
+    found: list[dict[str, int]] = [{} for _ in every]
+    for device in dict.fromkeys(device for taken in every for device in taken.lines):
+        here = [(place, *taken.lines[device]) for place, taken in enumerate(every) if device in taken.lines]
+        values = iter(torch.cat([line for _, _, line in here]).tolist())
+        for place, names, _ in here:
+            found[place].update(zip(names, values, strict=False))
+    return [{name: numbers[name] for name in taken.names} for taken, numbers in zip(every, found, strict=True)]
+
+
+def of_tensors(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """`take` and `read`."""
+    return read(take(tensors))[0]
 
 
 def alike(params: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> dict[str, int]:
@@ -51,7 +75,7 @@ def _bits(t: Tensor) -> Tensor:
     """The sum of the bit patterns, which wraps around: as fast as memory is read, in any order."""
     if is_sharded(t):
         t = t.to_local()  # type: ignore[attr-defined]
-    if type(t) is not Tensor:  # numbers that are packed in some other way: how often they were written
+    if not is_plain(t):  # numbers that are packed in some other way: how often they were written
         return torch.tensor(version(t))
     if t.is_complex():
         t = torch.view_as_real(t)
@@ -59,6 +83,11 @@ def _bits(t: Tensor) -> Tensor:
         t = t.float()
     whole = torch.int32 if t.element_size() == 4 else torch.int64
     return t.view(whole).sum(dtype=whole).to(torch.int64)
+
+
+def is_plain(t: Tensor) -> bool:
+    """Are its numbers in its own memory, one after another?"""
+    return type(t) is Tensor
 
 
 def _short(text: str) -> int:

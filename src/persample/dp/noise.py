@@ -1,10 +1,16 @@
-"""Gaussian noise on a grid."""
+"""Gaussian noise on a grid.
+
+Noise is drawn on the host, in blocks that do not depend on where it is added: the same numbers for the same source, on
+every device. Sums on the CPU are worked on block by block. Those on an accelerator stay there: the noise is copied to
+them, and rounding and adding in float64 give the same numbers there, bit by bit. Only where a device has no float64
+sums are copied to the host and back.
+"""
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -12,9 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..kernels.devices import has_float64
 from .sources import Numbers, Source
 
 _BLOCK = 2**16  # numbers at a time: they stay in the cache, and each block has a stream of its own
+_AT_A_TIME = 64  # blocks whose noise is copied to an accelerator at once
 _FEWEST = 4  # blocks for each thread at least: starting one takes as long as a block
 _SHARE = 2.0**-12  # what rounding to the grid may add to the sensitivity, relatively
 
@@ -66,39 +74,79 @@ def add_noise(sums: Sequence[Tensor], scale: Scale, source: Source, step: int, s
         return
     if any(not t.is_contiguous() for t in sums):
         raise ValueError("noise is added in place, to contiguous tensors")
-    flat = [(torch.view_as_real(t) if t.is_complex() else t).view(-1) for t in sums]
-    blocks = list(_blocks(flat))
+    flat = [(torch.view_as_real(t) if t.is_complex() else t).detach().view(-1) for t in sums]
+    noise = Noise(scale, source, step, stream * _STREAM)
+    if any(t.device.type != "cpu" for t in flat):
+        _add_elsewhere(flat, noise)
+        return
+    blocks = list(_blocks(flat, _BLOCK))
+    _for_each(lambda block: _add_by_numpy(blocks[block], noise, block), range(len(blocks)))
 
-    def fill(block: int) -> None:
-        with torch.no_grad():  # a mode of every thread on its own
-            _fill(blocks[block], scale, source, step, stream * _STREAM + block)
 
+@dataclass(frozen=True)
+class Noise:
+    """The noise of one step, block by block."""
+
+    scale: Scale
+    source: Source
+    step: int
+    first: int  # the number of the first block
+
+    def fill(self, out: Numbers, block: int) -> None:
+        """Write a block of noise, in steps of the grid."""
+        self.source.normals(self.step, self.first + block, out)
+        out *= self.scale.std / self.scale.grid
+        np.rint(out, out=out)
+
+
+def _for_each(do: Callable[[int], None], blocks: Sequence[int]) -> None:
+    """Do it for every block, in as many threads as pay."""
     workers = min(torch.get_num_threads(), len(blocks) // _FEWEST)
     if workers <= 1:
-        for block in range(len(blocks)):
-            fill(block)
+        for block in blocks:
+            do(block)
     else:
         with ThreadPoolExecutor(workers) as pool:
-            list(pool.map(fill, range(len(blocks))))
+            list(pool.map(do, blocks))
 
 
-def _fill(parts: Sequence[Tensor], scale: Scale, source: Source, step: int, block: int) -> None:
-    """Fill by NumPy, whose threads are started here: PyTorch would start more inside of each."""
-    size = sum(len(part) for part in parts)
-    noisy, values = _buffers(size)
-    staged = [part.detach().cpu().numpy() for part in parts]  # the parts themselves, where they are on the CPU
-    source.normals(step, block, noisy)
-    noisy *= scale.std / scale.grid
-    np.rint(noisy, out=noisy)
+def _add_by_numpy(parts: Sequence[Tensor], noise: Noise, block: int) -> None:
+    """Add by NumPy, whose threads are started here: PyTorch would start more inside of each."""
+    noisy, values = _buffers(sum(len(part) for part in parts))
+    given = [part.numpy() for part in parts]  # the parts themselves
+    noise.fill(noisy, block)
     ends = np.cumsum([len(part) for part in parts]).tolist()
-    for given, end in zip(staged, ends, strict=True):
-        np.multiply(given, 1 / scale.grid, out=values[end - len(given) : end])
+    for numbers, end in zip(given, ends, strict=True):
+        np.multiply(numbers, 1 / noise.scale.grid, out=values[end - len(numbers) : end])
     np.rint(values, out=values)
     noisy += values
-    for part, given, end in zip(parts, staged, ends, strict=True):
-        np.multiply(noisy[end - len(given) : end], scale.grid, out=given, casting="same_kind")
-        if part.device.type != "cpu":
-            part.copy_(torch.from_numpy(given))
+    for numbers, end in zip(given, ends, strict=True):
+        np.multiply(noisy[end - len(numbers) : end], noise.scale.grid, out=numbers, casting="same_kind")
+
+
+def _add_elsewhere(flat: Sequence[Tensor], noise: Noise) -> None:
+    """Add noise to sums that are not all on the CPU: many blocks at a time, in memory that is written once."""
+    grid = noise.scale.grid
+    for turn, parts in enumerate(_blocks(flat, _AT_A_TIME * _BLOCK)):
+        places = [part.device if has_float64(part.device) else torch.device("cpu") for part in parts]
+        drawn = _drawn(noise, turn * _AT_A_TIME, sum(len(part) for part in parts), set(places))
+        for part, place, each in zip(parts, places, drawn.split([len(part) for part in parts]), strict=True):
+            sums = part.to(place, torch.float64)  # the part itself, if it is like that
+            sums.mul_(1 / grid).round_().add_(each.to(place)).mul_(grid)
+            if sums is not part:
+                part.copy_(sums)
+
+
+def _drawn(noise: Noise, first: int, size: int, devices: set[torch.device]) -> Tensor:
+    """Noise from a block on: on the device, if there is one for all of it, and else on the host.
+
+    The copy to CUDA is not waited for: PyTorch does not use pinned memory again before a copy from it is done.
+    """
+    pinned = {device.type for device in devices} == {"cuda"}
+    drawn = torch.empty(size, dtype=torch.float64, device="cpu", pin_memory=pinned)
+    blocks = [block.numpy() for block in drawn.split(_BLOCK)]
+    _for_each(lambda place: noise.fill(blocks[place], first + place), range(len(blocks)))
+    return drawn.to(next(iter(devices)), non_blocking=pinned) if len(devices) == 1 else drawn
 
 
 _kept = threading.local()
@@ -111,10 +159,10 @@ def _buffers(size: int) -> tuple[Numbers, Numbers]:
     return _kept.buffers[0, :size], _kept.buffers[1, :size]
 
 
-def _blocks(flat: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def _blocks(flat: Sequence[Tensor], size: int) -> Iterator[list[Tensor]]:
     """Slices of the tensors, put end to end, in blocks of equal size; the last one may be smaller."""
     block: list[Tensor] = []
-    room = _BLOCK
+    room = size
     for tensor in flat:
         start = 0
         while start < len(tensor):
@@ -123,6 +171,6 @@ def _blocks(flat: Sequence[Tensor]) -> Iterator[list[Tensor]]:
             start, room = start + len(part), room - len(part)
             if not room:
                 yield block
-                block, room = [], _BLOCK
+                block, room = [], size
     if block:
         yield block

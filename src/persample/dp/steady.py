@@ -8,7 +8,7 @@ from torch import nn
 
 from ..distributed import owners
 from .errors import PrivacyError, PrivacyWarning
-from .fingerprints import of_tensors
+from .fingerprints import Taken, read, take
 
 
 class Steady:
@@ -22,7 +22,8 @@ class Steady:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._before: dict[str, int] = {}
+        self._before = Taken((), {})
+        self._checked: dict[str, int] = {}  # the parameters with which the last step was made
         self._unapplied: dict[str, int] | None = None  # the parameters for which a gradient was released
 
     def watch(self) -> None:
@@ -31,7 +32,7 @@ class Steady:
 
     def released(self) -> None:
         """Remember that a gradient waits for the optimizer."""
-        self._unapplied = self._before
+        self._unapplied = self._checked
 
     def stepped(self) -> None:
         """The optimizer has applied the gradient."""
@@ -39,7 +40,8 @@ class Steady:
 
     def check(self) -> None:
         """Refuse, by name, what has changed; tell if nothing has since the last release, which is then lost."""
-        changed = [name for name, number in self._now().items() if self._before.get(name) != number]
+        self._checked, now = read(self._before, self._now())
+        changed = [name for name, number in now.items() if self._checked.get(name) != number]
         if changed:
             raise PrivacyError(
                 f"parameters {changed} were changed between the batch and private.step, not by the optimizer: by what "
@@ -48,7 +50,7 @@ class Steady:
                 f"made; change weights by hand after a step, and before the next batch"
             )
 
-        if self._unapplied == self._before:
+        if self._unapplied == self._checked:
             self._unapplied = None
             warnings.warn(
                 "the gradients of the last private.backward were not applied, and are overwritten now; the step is "
@@ -58,5 +60,5 @@ class Steady:
                 stacklevel=4,
             )
 
-    def _now(self) -> dict[str, int]:
-        return of_tensors(owners(dict(self._model.named_parameters())))
+    def _now(self) -> Taken:
+        return take(owners(dict(self._model.named_parameters())))

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..factors.limits import Unit
 from ..reductions import Clipping
-from .clips import listed
 
 
 @dataclass(frozen=True)
@@ -44,6 +43,10 @@ class Clipped(Protocol):
     def asked(self) -> Clipping:
         """What became of its samples by the weights that were asked for, before they were rounded."""
 
+    @property
+    def weighed_down(self) -> float:
+        """The share of its samples that have a weight below one."""
+
     def take(self, name: str) -> Tensor | None:
         """A parameter's sum, once; None for zero."""
 
@@ -68,8 +71,7 @@ class Sums:
                 self._sums[name] = part.contiguous() if name not in self._sums else self._sums[name].add_(part)
         if count is not None:
             self._count = count if self._count is None else self._count + count
-        weights = torch.stack([w.double() for w in listed(clipped.clipping.weights)])
-        return float((weights < 1).any(0).double().mean()) if weights.shape[1] else 0.0
+        return clipped.weighed_down
 
     @property
     def are_empty(self) -> bool:
@@ -86,7 +88,8 @@ class Sums:
                 numbers = torch.zeros(shape, dtype=units[name].dtype, device=p.device)
             wholes.append(Whole(numbers, units[name]))
         if counted_in is not None:
-            count = torch.zeros(1, dtype=torch.int64) if self._count is None else self._count
+            device = wholes[0].numbers.device if wholes else None
+            count = torch.zeros(1, dtype=torch.int64, device=device) if self._count is None else self._count
             wholes.append(Whole(count, counted_in))
         self.clear()
         return wholes

@@ -230,6 +230,10 @@ class _Scattered:
     def asked(self) -> Clipping:
         return self.sums.asked
 
+    @property
+    def weighed_down(self) -> float:
+        return self.sums.weighed_down
+
     def take(self, name: str) -> Tensor:
         p, total = self.params[name], self.sums.take(name)
         if total is None:

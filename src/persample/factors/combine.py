@@ -141,10 +141,10 @@ class RearrangedSum(IntegerSum):
 
     def __init__(self, base: IntegerSum, rearrange: Rearrangement, *, is_complex: bool) -> None:
         self._base, self._rearrange, self._is_complex = base, rearrange, is_complex  # the last is of the base
-        self.limits = base.limits
+        self.limits, self.term_sizes = base.limits, base.term_sizes
 
-    def totals(self, weights: Tensor, parts: int = 1) -> Tensor:
-        total = self._base.totals(weights, parts)
+    def totals(self, weights: Tensor, parts: int = 1, *, at_once: bool = False) -> Tensor:
+        total = self._base.totals(weights, parts, at_once=at_once)
         if isinstance(self._rearrange, (Cast, AsComplex)):
             return total  # totals have complex numbers as pairs
         if not self._is_complex:

@@ -8,6 +8,10 @@ proven, not estimated: with weight w at most ``w · linear + √w · root + cons
 
 `Factor.integer_sum` chooses the class for its form: `StackSum` for any gradients, `RowsSum` for rows of a table,
 `ProductSum` for sums of products; `TermsSum` and `ChunkedSum` are made of others.
+
+Where numbers cannot be looked at, every sample is rounded in float64, and one question is left for all sums together:
+whether float64 can add up a factor's products at once (`IntegerSum.term_sizes`). The answer decides how they are
+added up, never how they are rounded.
 """
 
 from __future__ import annotations
@@ -20,7 +24,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..kernels.devices import can_look
 from ..kernels.norms import wide
+from .balance import Balance, TermSizes
 from .limits import NORM_ERROR, WHOLE, Limits, Unit
 from .precise import precise_stacks
 from .stacks import real_matrix
@@ -43,12 +49,14 @@ class IntegerSum(ABC):
     """A weighted sum of the gradients of some samples in whole numbers of a unit, still without its weights."""
 
     limits: Limits  # which weights keep every sample's contribution below a bound
+    term_sizes: Sequence[TermSizes] = ()  # where all are below 2**WHOLE, products can be added up ``at_once``
 
     @abstractmethod
-    def totals(self, weights: Tensor, parts: int = 1) -> Tensor:
+    def totals(self, weights: Tensor, parts: int = 1, *, at_once: bool = False) -> Tensor:
         """(parts, *shape): Σ_b weights[b] · gradient[b], each rounded, over each of so many equal parts of the samples.
 
-        The totals have the unit's dtype. Complex numbers are pairs in a last dim.
+        The totals have the unit's dtype. Complex numbers are pairs in a last dim. Unless products are known to be small
+        enough to be added up ``at_once``, the sizes of their terms are looked at.
         """
 
 
@@ -61,7 +69,7 @@ class StackSum(IntegerSum):
         bound = factor.norm_bounds(space) * (1 + _SCALING_ERROR)
         self.limits = Limits(bound, torch.zeros_like(bound), math.sqrt(reals) / 2 * unit.size, bound)
 
-    def totals(self, weights: Tensor, parts: int = 1) -> Tensor:
+    def totals(self, weights: Tensor, parts: int = 1, *, at_once: bool = False) -> Tensor:
         factor, scales = self._factor, weights / self._unit.size
         shape = (*factor.shape, 2) if factor.dtype.is_complex else factor.shape
         totals = torch.zeros(parts, math.prod(shape), dtype=self._unit.dtype, device=factor.device)
@@ -71,13 +79,17 @@ class StackSum(IntegerSum):
                 for part in range(some.start // each, -(-some.stop // each)):  # those that overlap with the stack
                     start, stop = max(some.start, part * each), min(some.stop, (part + 1) * each)
                     rows = real_matrix(stack[start - some.start : stop - some.start])
-                    _add_rounded(rows, scales[start:stop].to(factor.device), totals[part])
+                    _add_rounded(rows, scales[start:stop].to(factor.device), totals[part], self._space)
         return totals.view(parts, *shape)
 
 
-def _add_rounded(rows: Tensor, scales: Tensor, total: Tensor) -> None:
+def _add_rounded(rows: Tensor, scales: Tensor, total: Tensor, space: Workspace) -> None:
     """total += Σ_b rows[b] · scales[b], each product rounded to a whole number."""
     dtype = wide(rows.dtype)
+    if not can_look(rows.device):
+        for few in space.chunks(len(rows), rows.shape[1] * 8, most=_ROWS_AT_A_TIME):
+            total += rounded(rows[few], scales[few]).sum(0).to(total.dtype)
+        return
     if rows.shape[1] >= _LONG_ROW and total.dtype == torch.float64 and not _beyond_float32(scales, dtype).numel():
         for row, scale in zip(rows, scales.to(dtype).tolist(), strict=True):  # one after another, in the cache
             total += (row.to(dtype) * scale).round_()
@@ -96,7 +108,7 @@ class RowsSum(IntegerSum):
         zero = torch.zeros_like(bounds)
         self.limits = Limits(bounds + _SCALING_ERROR * term_norms, zero, math.sqrt(reals) / 2 * unit.size, term_norms)
 
-    def totals(self, weights: Tensor, parts: int = 1) -> Tensor:
+    def totals(self, weights: Tensor, parts: int = 1, *, at_once: bool = False) -> Tensor:
         rows = torch.view_as_real(self._rows.resolve_conj()) if self._rows.is_complex() else self._rows
         shape = (parts, self._table, *rows.shape[2:])
         # In int64, as the terms of a sample may be larger than their sum.
@@ -106,8 +118,12 @@ class RowsSum(IntegerSum):
         whole = rounded(real_matrix(rows), weights / self._unit.size)
         first = torch.arange(parts, device=rows.device).repeat_interleave(len(rows) // parts) * self._table
         live, places = self._ids.reshape(-1) >= 0, (self._ids + first.unsqueeze(1)).reshape(-1)
-        values = whole.view(len(places), -1).to(totals.dtype)
-        return totals.index_add_(0, places[live], values[live]).view(shape).to(self._unit.dtype)
+        values = whole.view(len(places), -1)
+        if can_look(rows.device):
+            places, values = places[live], values[live]
+        else:  # zeros go to any row
+            places, values = places.where(live, 0), values.masked_fill_(~live.unsqueeze(1), 0)
+        return totals.index_add_(0, places, values.to(totals.dtype)).view(shape).to(self._unit.dtype)
 
 
 class ProductSum(IntegerSum):
@@ -129,14 +145,16 @@ class ProductSum(IntegerSum):
         spread: float = 1.0,  # the square root of how often an element of a side is used at most
         scale: float = 1.0,  # a factor of all products
     ) -> None:
-        self._sides, self._multiply, self._unit, self._space, self._scale = sides, multiply, unit, space, scale
+        self._sides, self._multiply, self._unit, self._space = sides, multiply, unit, space
         low = unit.exponent // 2
-        self._units = math.ldexp(1.0, low), math.ldexp(1.0, unit.exponent - low)
-        self._norms = norms[0] * (1 + 2 * NORM_ERROR), norms[1] * (1 + 2 * NORM_ERROR)
-        self._errors = [math.sqrt(math.prod(side.shape[1:])) / 2 for side in sides]  # of rounding, in the sides' units
-        product = self._norms[0] * self._norms[1] * abs(scale)
+        units = math.ldexp(1.0, low), math.ldexp(1.0, unit.exponent - low)
+        norms = norms[0] * (1 + 2 * NORM_ERROR), norms[1] * (1 + 2 * NORM_ERROR)
+        rounding = [math.sqrt(math.prod(side.shape[1:])) / 2 for side in sides]  # in the sides' units
+        self._balance = Balance(norms, (rounding[0], rounding[1]), units, scale)
+        self.term_sizes = (self._balance.term_sizes,)
+        product = norms[0] * norms[1] * abs(scale)
         terms = spread * product
-        errors = self._errors[0] * self._units[0], self._errors[1] * self._units[1]
+        errors = rounding[0] * units[0], rounding[1] * units[1]
         self.limits = Limits(
             bounds + 2 * _SCALING_ERROR * terms,
             spread * math.sqrt(2) * product.sqrt() * (errors[0] + errors[1]),
@@ -144,19 +162,19 @@ class ProductSum(IntegerSum):
             terms,
         )
 
-    def totals(self, weights: Tensor, parts: int = 1) -> Tensor:
-        scales, terms = self._scales(weights)
+    def totals(self, weights: Tensor, parts: int = 1, *, at_once: bool = False) -> Tensor:
+        scales, terms = self._balance.scales(weights)
         each = len(terms) // parts
-        if parts == 1:
-            return self._part(slice(0, each), scales, terms)
-        if each and float(terms.view(parts, each).sum(1).max()) < 2.0**WHOLE:
+        if parts > 1 and each and (at_once or float(self._balance.term_sizes(weights, parts).max()) < 2.0**WHOLE):
             return self._total(slice(None), scales, parts)
-        return torch.cat([self._part(slice(k * each, (k + 1) * each), scales, terms) for k in range(parts)])
+        sizes = [0.0] * len(terms) if at_once else terms.tolist()
+        totals = [self._part(slice(k * each, (k + 1) * each), scales, sizes) for k in range(parts)]
+        return totals[0] if parts == 1 else torch.cat(totals)
 
-    def _part(self, samples: slice, scales: tuple[Tensor, Tensor], terms: Tensor) -> Tensor:
+    def _part(self, samples: slice, scales: tuple[Tensor, Tensor], sizes: Sequence[float]) -> Tensor:
         """(1, *shape): the total of a range of samples, a few at a time."""
         sum_so_far: Tensor | None = None
-        for some in self._chunks(terms[samples]):
+        for some in self._chunks(sizes[samples]):
             total = self._total(slice(samples.start + some.start, samples.start + some.stop), scales, 1)
             sum_so_far = total if sum_so_far is None else sum_so_far.add_(total)
         assert sum_so_far is not None
@@ -168,21 +186,9 @@ class ProductSum(IntegerSum):
         totals = self._multiply(left, right, parts)
         return totals if totals.dtype == self._unit.dtype else totals.to(self._unit.dtype)
 
-    def _scales(self, weights: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """What the sides are multiplied by, and (B,): how large the terms of a sample then are at most, in units."""
-        weights = weights.to(self._norms[0]) * self._scale
-        ratio = self._norms[1].log2() - self._norms[0].log2() - weights.abs().log2()
-        zero = ~ratio.isfinite()  # where a side or a weight is zero
-        power = ratio.div(2).round_().exp2_()
-        left = (weights * power / self._units[0]).masked_fill_(zero, 0)
-        right = (1 / (power * self._units[1])).masked_fill_(zero, 0)
-        sizes = [n * s.abs() + error for n, s, error in zip(self._norms, (left, right), self._errors, strict=True)]
-        return (left, right), sizes[0] * sizes[1]
-
-    def _chunks(self, terms: Tensor) -> Iterator[slice]:
+    def _chunks(self, sizes: Sequence[float]) -> Iterator[slice]:
         """Slices of as many samples as float64 can add up without rounding, and as memory has room for."""
         each = sum(math.prod(side.shape[1:]) for side in self._sides) * 8
-        sizes = terms.tolist()
         if not sizes:
             yield slice(0, 0)
         for some in self._space.up_to_limit().chunks(len(sizes), each):
@@ -203,14 +209,15 @@ class TermsSum(IntegerSum):
 
     def __init__(self, terms: Sequence[IntegerSum], bounds: Tensor, unit: Unit) -> None:
         self._terms, self._unit = terms, unit
+        self.term_sizes = [sizes for term in terms for sizes in term.term_sizes]
         every = Limits.summed([term.limits for term in terms])
         # ``every.linear`` adds up the norms of all terms; the norm of their sum and the errors of scaling are enough.
         self.limits = Limits(bounds + 4 * _SCALING_ERROR * every.terms, every.root, every.constant, every.terms)
 
-    def totals(self, weights: Tensor, parts: int = 1) -> Tensor:
-        total = self._terms[0].totals(weights, parts)
+    def totals(self, weights: Tensor, parts: int = 1, *, at_once: bool = False) -> Tensor:
+        total = self._terms[0].totals(weights, parts, at_once=at_once)
         for term in self._terms[1:]:
-            total += term.totals(weights, parts)
+            total += term.totals(weights, parts, at_once=at_once)
         return total.to(self._unit.dtype)
 
 
@@ -219,22 +226,33 @@ class ChunkedSum(IntegerSum):
 
     def __init__(self, chunks: Sequence[tuple[slice, Callable[[], IntegerSum]]]) -> None:
         self._chunks = chunks
-        every = [make().limits for _, make in chunks]
+        every, self.term_sizes = list[Limits](), list[TermSizes]()
+        for some, make in chunks:
+            integer_sum = make()
+            every.append(integer_sum.limits)
+            self.term_sizes += [_of_some(sizes, some) for sizes in integer_sum.term_sizes]
         linear, root, terms = (torch.cat(t) for t in zip(*[(x.linear, x.root, x.terms) for x in every], strict=True))
         self.limits = Limits(linear, root, every[0].constant, terms)
 
-    def totals(self, weights: Tensor, parts: int = 1) -> Tensor:
+    def totals(self, weights: Tensor, parts: int = 1, *, at_once: bool = False) -> Tensor:
         assert parts == 1
         (some, make), *others = self._chunks
-        total = make().totals(weights[some])
+        total = make().totals(weights[some], at_once=at_once)
         for some, make in others:
-            total += make().totals(weights[some])
+            total += make().totals(weights[some], at_once=at_once)
         return total
+
+
+def _of_some(sizes: TermSizes, some: slice) -> TermSizes:
+    """The same for a range of the samples that weights are given for."""
+    return lambda weights, parts: sizes(weights[some], parts)
 
 
 def rounded(rows: Tensor, scales: Tensor) -> Tensor:
     """(B, ...) times scales (B,), rounded to the nearest whole numbers, in float32 or float64."""
     dtype, scales = wide(rows.dtype), scales.to(rows.device)
+    if not can_look(rows.device):
+        return (rows.double() * scales.double().view(-1, *[1] * (rows.ndim - 1))).round_()
     large = _beyond_float32(scales, dtype)
     each = scales.to(dtype).view(-1, *[1] * (rows.ndim - 1))
     whole = (rows.to(dtype) * each).round_()

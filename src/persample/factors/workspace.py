@@ -38,9 +38,10 @@ class Workspace:
             self._up_to_limit = Workspace(self.limit, self.limit)
         return self._up_to_limit
 
-    def chunks(self, count: int, bytes_each: int, least: int = 1) -> Iterator[slice]:
+    def chunks(self, count: int, bytes_each: int, least: int = 1, most: int | None = None) -> Iterator[slice]:
         """Slices of ``count`` samples or elements, each with as many as fit into memory, but at least ``least``."""
-        step = max(least, 1, min(count, min(self.limit, self._chunk) // max(1, bytes_each)))
+        fitting = min(self.limit, self._chunk) // max(1, bytes_each)
+        step = max(least, 1, min(count, fitting if most is None else min(fitting, most)))
         return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

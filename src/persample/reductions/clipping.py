@@ -23,7 +23,7 @@ from .norms import ParameterNorms
 Bounds = float | Sequence[float] | Mapping[str, float]
 Weights = Callable[[Tensor], Tensor]
 
-_LARGEST_WEIGHT = 1e30  # larger ones would not survive float32
+LARGEST_WEIGHT = 1e30  # larger ones would not survive float32
 
 
 class _Pair(NamedTuple):
@@ -124,7 +124,7 @@ class ClippedSum(Reduction):
             raise TypeError("max_norm must be a Python number, not a tensor: use .item()")
         if self.max_norm is not None and not (bounds and all(map(_is_positive, bounds))):
             raise ValueError(f"max_norm must be positive and finite, not {self.max_norm!r}")
-        if self.gamma is not None and not (_is_positive(self.gamma) and max(bounds) / self.gamma < _LARGEST_WEIGHT):
+        if self.gamma is not None and not (_is_positive(self.gamma) and max(bounds) / self.gamma < LARGEST_WEIGHT):
             raise ValueError(f"gamma must be positive, finite and not vanishing beside max_norm, not {self.gamma!r}")
 
     @property
@@ -207,7 +207,7 @@ class ClippedSum(Reduction):
         if bound is not None:  # the weights follow from the norms
             return norms <= min(most, bound / SMALLEST_WEIGHT)
         size = weights.abs()
-        return (norms <= most) & (size < _LARGEST_WEIGHT) & ((size >= SMALLEST_WEIGHT) | (size == 0))
+        return (norms <= most) & (size < LARGEST_WEIGHT) & ((size >= SMALLEST_WEIGHT) | (size == 0))
 
     def _again(self) -> ClippedSum:
         """This reduction before anything was computed of its factors."""
@@ -294,8 +294,8 @@ class ClippedSum(Reduction):
         if not isinstance(weights, Tensor) or weights.shape != norms.shape:
             got = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
             raise ValueError(f"weights must return one weight per sample, {tuple(norms.shape)}, but returned {got}")
-        if can_look(norms.device) and not bool((weights.abs() < _LARGEST_WEIGHT).all()):
-            raise ValueError(f"weights must be finite numbers below {_LARGEST_WEIGHT}, but are {weights}")
+        if can_look(norms.device) and not bool((weights.abs() < LARGEST_WEIGHT).all()):
+            raise unusable(weights)
         return weights.detach().to(norms)
 
     def _bounds_by_group(self) -> dict[Hashable, float]:
@@ -319,6 +319,11 @@ def _finite(norms: Sequence[Tensor]) -> Tensor | None:
         return None
     finite = norms[0].isfinite() if len(norms) == 1 else torch.stack([n.isfinite() for n in norms]).all(0)
     return None if bool(finite.all()) else finite
+
+
+def unusable(weights: Any) -> ValueError:
+    """What to say of weights that a user's function has returned."""
+    return ValueError(f"weights must be finite numbers below {LARGEST_WEIGHT}, but are {weights}")
 
 
 def _is_positive(value: object) -> bool:

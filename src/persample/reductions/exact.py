@@ -1,9 +1,15 @@
-"""Clipped sums of whole numbers, without rounding errors: their sensitivity is proven. Private training uses them."""
+"""Clipped sums of whole numbers, without rounding errors: their sensitivity is proven. Private training uses them.
+
+Where numbers cannot be looked at, all questions are asked at once, after everything that they are about was computed as
+if the answers were the usual ones (`Answers`). Whatever they are, samples are weighted and rounded in the same way: how
+one is must not depend on others.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,13 +17,24 @@ from torch import Tensor
 from ..factors import Dense, DenseCopy, Factor, Masked, Part, regroup, split
 from ..factors.base import Selection
 from ..factors.integer_sums import IntegerSum
-from ..factors.limits import Limits, Unit
+from ..factors.limits import WHOLE, Limits, Unit
+from ..kernels.devices import can_look
 from ..kernels.norms import wide
 from ..kernels.pages import recycled
 from .base import Call
-from .clipping import ClippedSum, Clipping
+from .clipping import LARGEST_WEIGHT, ClippedSum, Clipping, unusable
+from .groups import listed
 
 _MIN_KEPT = 2**26  # bytes of stacks that may be kept in any case: writing them twice takes longer than all else
+
+
+class Answers(NamedTuple):
+    """What has to be known of numbers that were computed, read at once."""
+
+    weighed_down: float  # the share of samples with a weight below one
+    finite: float = 1  # are all norms?
+    usable: float = 1  # are all weights finite, and not too large?
+    largest: float = 0  # the largest sum of terms that is to be added up at once, in units
 
 
 @dataclass
@@ -26,14 +43,22 @@ class JointSums:
 
     names: Sequence[str]
     integer_sum: IntegerSum
-    weights: Tensor = field(default_factory=lambda: torch.empty(0))
+    at_once: bool = False  # are the terms known to be small enough?
+    weights: Tensor = field(default_factory=lambda: torch.empty(0))  # for the samples of every name
     _totals: dict[str, Tensor] = field(default_factory=dict)
+
+    def weigh(self, weights: Tensor) -> None:
+        """Set the weights of the samples."""
+        self.weights = weights if len(self.names) == 1 else weights.repeat(len(self.names))
+
+    def term_sizes(self) -> list[Tensor]:
+        """How large the terms of all samples are at most, in units, for every sum that is to be computed at once."""
+        return [sizes(self.weights, len(self.names)) for sizes in self.integer_sum.term_sizes]
 
     def take(self, name: str) -> Tensor:
         """A parameter's sum; it can be taken once."""
         if not self._totals:
-            count = len(self.names)
-            totals = self.integer_sum.totals(self.weights.repeat(count), count)
+            totals = self.integer_sum.totals(self.weights, len(self.names), at_once=self.at_once)
             self._totals = dict(zip(self.names, totals, strict=True))
             del self.integer_sum  # and with it the factors
         return self._totals.pop(name)
@@ -47,6 +72,12 @@ class ExactSums:
     asked: Clipping  # with the weights that the reduction asks for, before rounding errors are taken into account
     units: Mapping[str, Unit]
     _sums: dict[str, JointSums]
+    weighed_down: float = 0.0  # the share of samples with a weight below one
+
+    @property
+    def joint(self) -> list[JointSums]:
+        """The sums that are computed together, once each."""
+        return list({id(sums): sums for sums in self._sums.values()}.values())
 
     def take(self, name: str) -> Tensor | None:
         """A parameter's sum in its unit's dtype, where complex numbers are pairs; None if the losses do not reach it.
@@ -128,7 +159,37 @@ class ExactClippedSum(ClippedSum):
     def result(self) -> ExactSums:
         self._prepare_parts()
         norms = self._norms.by_group(self._groups)
-        kept = self._select_finite(norms)
+        if can_look(self._groups.call.device):
+            sums = self._weighted(norms, self._select_finite(norms))
+            return replace(sums, weighed_down=float(_weighed_down(sums.clipping)))
+        factors, self._dropped = dict(self._factors), list[int]()
+        sums = self._weighted(norms, slice(None))
+        answers = self._ask(sums, norms)
+        if not answers.finite:
+            self._factors = factors
+            sums = self._weighted(norms, self._select_finite(norms))
+            answers = self._ask(sums)
+        if not answers.usable:
+            raise unusable(sums.asked.weights)
+        for each in sums.joint:
+            each.at_once = answers.largest < 2.0**WHOLE
+        return replace(sums, weighed_down=answers.weighed_down)
+
+    def _ask(self, sums: ExactSums, norms: Mapping[Hashable, Tensor] | None = None) -> Answers:
+        """The only look at what was computed: at norms that may not be finite, at weights and terms."""
+        asked = {"weighed_down": _weighed_down(sums.clipping)}
+        if norms:
+            asked["finite"] = torch.stack(list(norms.values())).isfinite().all()
+        if self.weights is not None:
+            asked["usable"] = (torch.stack(listed(sums.asked.weights)).abs() < LARGEST_WEIGHT).all()
+        sizes = [t.to(self._groups.call.device) for each in sums.joint for t in each.term_sizes()]
+        if sizes:
+            asked["largest"] = torch.cat(sizes).amax()
+        read = torch.stack([answer.double() for answer in asked.values()]).tolist()
+        return Answers(**dict(zip(asked, read, strict=True)))
+
+    def _weighted(self, norms: Mapping[Hashable, Tensor], kept: Selection) -> ExactSums:
+        """The sums over the samples that are kept, to be computed when they are taken."""
         asked = {key: self._weights_for(self._bounds.get(key), n[kept]) for key, n in norms.items()}
         sums_by_group = {
             key: [self._joint_sums(few, whole) for few, whole in regroup(self._take_with_norms(names, kept))]
@@ -138,7 +199,7 @@ class ExactClippedSum(ClippedSum):
         sums_by_name: dict[str, JointSums] = {}
         for key, every in sums_by_group.items():
             for sums in every:
-                sums.weights = weights[key]
+                sums.weigh(weights[key])
                 sums_by_name.update(dict.fromkeys(sums.names, sums))
         clipping, asked_clipping = (self._clipping(norms, given, kept) for given in (weights, asked))
         return ExactSums(clipping, asked_clipping, self.units, sums_by_name)
@@ -171,6 +232,12 @@ class ExactClippedSum(ClippedSum):
 
     def _joint_sums(self, names: Sequence[str], factor: Factor) -> JointSums:
         return JointSums(names, factor.integer_sum(self.units[names[0]], self._groups.call.space))
+
+
+def _weighed_down(clipping: Clipping) -> Tensor:
+    """The share of samples that have a weight below one in any group."""
+    weights = torch.stack([w.double() for w in listed(clipping.weights)])
+    return (weights < 1).any(0).double().sum() / max(weights.shape[1], 1)
 
 
 def _limits(every: Sequence[JointSums]) -> Limits:

@@ -97,3 +97,10 @@ def _matching(member: Member, key: Hashable, params: Mapping[str, Tensor]) -> se
         what = repr(member) if isinstance(member, (str, int)) else f"a {type(member).__name__}"
         raise ValueError(f"group {key!r} holds {what}, which is none of the parameters {list(params)}")
     return names
+
+
+def listed(values: Any) -> list[Tensor]:
+    """Norms or weights as a list with one tensor per group."""
+    if isinstance(values, Tensor):
+        return [values]
+    return list(values.values() if isinstance(values, Mapping) else values)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from math import isqrt, prod, sqrt
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -15,6 +18,7 @@ from ..factors.stacks import real_rows
 from .base import Call, Reduction
 
 _ELEMENTS = 2**18  # of a projection matrix at a time; fixed, as the random numbers depend on it
+_KEPT_BYTES = 2**26  # of a projection's matrices on an accelerator, where copying one makes the host wait
 
 Kind = Literal["rademacher", "gaussian", "kronecker"]
 
@@ -71,8 +75,15 @@ class Projection:
 
     def two_sides(self, name: str, n: int, m: int) -> tuple[Tensor, Tensor]:
         """The matrices (n, rows) and (m, columns) that an n x m gradient is multiplied by."""
-        rows, columns = self.sides
-        return self._random(f"{name}/left", n, rows), self._random(f"{name}/right", m, columns)
+        return self.left_side(name, n), self.right_side(name, m)
+
+    def left_side(self, name: str, n: int) -> Tensor:
+        """The first of `two_sides`."""
+        return self._random(f"{name}/left", n, self.sides[0])
+
+    def right_side(self, name: str, m: int) -> Tensor:
+        """The second of `two_sides`."""
+        return self._random(f"{name}/right", m, self.sides[1])
 
     def _random(self, what: str, rows: int, columns: int) -> Tensor:
         """Independent entries with mean 0 and variance 1 / columns, in float32 on the CPU."""
@@ -92,6 +103,9 @@ class Projection:
 # (256, 8): the eight bits of every byte as signs.
 _SIGNS = ((torch.arange(256, device="cpu").unsqueeze(1) >> torch.arange(8, device="cpu")) & 1).to(torch.float32) * 2 - 1
 
+# What is on accelerators, for as long as the projection lives.
+_KEPT: WeakKeyDictionary[Projection, dict[object, Tensor]] = WeakKeyDictionary()
+
 
 class Project(Reduction):
     """(B, dim): every sample's gradient under a `Projection`."""
@@ -109,7 +123,8 @@ class Project(Reduction):
         n = factor.shape[0] if factor.shape else 1
         m = prod(factor.shape[1:]) * (2 if factor.dtype.is_complex else 1)
         if self.projection.kind == "kronecker" and min(n, m) > 1:
-            left, right = (t.to(factor.device) for t in self.projection.two_sides(name, n, m))
+            left = self._on(factor.device, ("left", name, n), partial(self.projection.left_side, name, n))
+            right = self._on(factor.device, ("right", name, m), partial(self.projection.right_side, name, m))
             compressed = factor.compress(left, right, self._call.space).flatten(1)
             self._projected += compressed.to(self._projected)
         else:
@@ -133,8 +148,21 @@ class Project(Reduction):
         """Add rows, which hold the elements of some blocks, times those blocks of the matrix."""
         offset = blocks[0][0] if blocks else 0
         for start, stop in blocks:
-            matrix = self.projection.rows(name, start, stop).to(rows)
+            make = partial(self.projection.rows, name, start, stop)
+            matrix = self._on(rows.device, ("rows", name, start, stop), make).to(rows.dtype)
             self._projected[samples] += (rows[:, start - offset : stop - offset] @ matrix).to(self._projected)
+
+    def _on(self, device: torch.device, what: object, make: Callable[[], Tensor]) -> Tensor:
+        """A matrix on the device: made anew on the CPU, and kept elsewhere with the projection, if there is room."""
+        if device.type == "cpu":
+            return make()
+        kept = _KEPT.setdefault(self.projection, {})
+        matrix = kept.get((device, what))
+        if matrix is None:
+            matrix = make().to(device)
+            if matrix.nbytes + sum(t.nbytes for t in kept.values()) <= _KEPT_BYTES:
+                kept[device, what] = matrix
+        return matrix
 
     def result(self) -> Tensor:
         return self._projected.to(self._call.dtype)
