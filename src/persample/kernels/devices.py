@@ -14,7 +14,7 @@ from functools import lru_cache
 
 import torch
 
-__all__ = ["can_look", "has_fast_float64", "has_float64", "looking"]
+__all__ = ["can_look", "full_precision", "has_fast_float64", "has_float64", "looking"]
 
 _looking: ContextVar[bool | None] = ContextVar("looking", default=None)
 
@@ -37,6 +37,23 @@ def looking(allowed: bool) -> Iterator[None]:
         yield
     finally:
         _looking.reset(token)
+
+
+@contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """Inside, products of float32 are float32's: CUDA's convolutions round their operands to TF32 by default."""
+    if device.type != "cuda":
+        yield
+        return
+    places = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    before = [place.fp32_precision for place in places]
+    for place in places:
+        place.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        for place, precision in zip(places, before, strict=True):
+            place.fp32_precision = precision
 
 
 def has_float64(device: torch.device) -> bool:

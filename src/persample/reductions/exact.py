@@ -18,12 +18,13 @@ from ..factors import Dense, DenseCopy, Factor, Masked, Part, regroup, split
 from ..factors.base import Selection
 from ..factors.integer_sums import IntegerSum
 from ..factors.limits import WHOLE, Limits, Unit
-from ..kernels.devices import can_look
+from ..kernels.devices import can_look, full_precision
 from ..kernels.norms import wide
 from ..kernels.pages import recycled
 from .base import Call
 from .clipping import LARGEST_WEIGHT, ClippedSum, Clipping, unusable
 from .groups import listed
+from .norms import ParameterNorms
 
 _MIN_KEPT = 2**26  # bytes of stacks that may be kept in any case: writing them twice takes longer than all else
 
@@ -58,7 +59,8 @@ class JointSums:
     def take(self, name: str) -> Tensor:
         """A parameter's sum; it can be taken once."""
         if not self._totals:
-            totals = self.integer_sum.totals(self.weights, len(self.names), at_once=self.at_once)
+            with full_precision(self.weights.device):
+                totals = self.integer_sum.totals(self.weights, len(self.names), at_once=self.at_once)
             self._totals = dict(zip(self.names, totals, strict=True))
             del self.integer_sum  # and with it the factors
         return self._totals.pop(name)
@@ -108,7 +110,9 @@ class ExactClippedSum(ClippedSum):
         self._samples, self._padding = samples, padding
 
     def start(self, call: Call) -> None:
-        super().start(replace(call, batch=call.batch - self._padding))
+        call = replace(call, batch=call.batch - self._padding)
+        super().start(call)
+        self._norms = ParameterNorms(call, together=False)  # which must not depend on the rest of the batch either
         self._kept_bytes = 0  # of stacks
         self._parts: dict[str, Factor] = {}  # which are prepared when all parts of their whole are here
         self.units = {
@@ -145,6 +149,10 @@ class ExactClippedSum(ClippedSum):
 
     def _prepared(self, factor: Factor) -> Factor:
         """The factor with its norms; written out and kept, if its sums need stacks and memory allows."""
+        with full_precision(factor.device):
+            return self._with_norms(factor)
+
+    def _with_norms(self, factor: Factor) -> Factor:
         space = self._groups.call.space
         if factor.integer_sum_needs_stack and not isinstance(factor, (Dense, Masked)):
             size = factor.batch * factor.numel * wide(factor.dtype).itemsize

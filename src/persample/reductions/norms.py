@@ -43,10 +43,14 @@ class Norms(Reduction):
 
 
 class ParameterNorms:
-    """Collects the norms of every parameter's gradients, and combines those of a group."""
+    """Collects the norms of every parameter's gradients, and combines those of a group.
 
-    def __init__(self, call: Call) -> None:
+    Small ones may be computed ``together``, which depends on how many samples there are.
+    """
+
+    def __init__(self, call: Call, *, together: bool = True) -> None:
         self._call = call
+        self._together = together and not can_look(call.device)
         self._norms: list[Tensor] = []  # (n, B) for n parameters at a time
         self._count = 0  # of all their rows
         self._rows: dict[str, int] = {}  # where a parameter's norms are among them
@@ -56,7 +60,7 @@ class ParameterNorms:
     def add(self, name: str, factor: Factor) -> None:
         """Compute the norms of one parameter. Parts wait for each other: their whole computes all norms at once."""
         if not isinstance(factor, Part):
-            if is_small_stack(factor) and factor.device == self._call.device and not can_look(factor.device):
+            if self._together and is_small_stack(factor) and factor.device == self._call.device:
                 self._small[name] = factor
             else:
                 self._compute([name], factor)
