@@ -26,6 +26,7 @@ from tests.factors.test_rounding import (  # noqa: F401
     test_bfloat16_is_rounded_once_or_twice,
     test_factors_that_share_a_side,
     test_huge_and_tiny_values,
+    test_inner_products_of_rows_whose_terms_cancel,
     test_norms_of_terms_that_cancel,
     test_one_sample_that_is_not_finite,
     test_overflow_of_a_cast_is_seen,

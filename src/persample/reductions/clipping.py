@@ -194,7 +194,8 @@ class ClippedSum(Reduction):
             with looking(True):
                 return self._again().clip()
         self._dropped: list[int] = []
-        self._raise_on_all_ranks([])
+        if self.nonfinite == "raise":
+            self._raise_on_all_ranks([])
         sums: dict[str, Tensor] = {}
         for key, names in members.items():
             sums.update(bounded_sums(self._take_factors(names, slice(None)), weights[key], space))
