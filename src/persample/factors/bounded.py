@@ -62,18 +62,21 @@ def _sums_without_looking(factors: dict[str, Factor], weights: Tensor, space: Wo
 def terms_are_bounded(factors: Mapping[str, Factor], space: Workspace) -> list[Tensor]:
     """Bools: do the terms of every sample cancel so little that it need not be written out?"""
     answers = []
-    for most, pairs in _terms_and_norms(factors, space).items():
+    for (most, _), pairs in _terms_and_norms(factors, space).items():
         terms, sums = (torch.cat(every) if len(every) > 1 else every[0] for every in zip(*pairs, strict=True))
         answers.append(terms <= most * sums)
     return answers
 
 
-def _terms_and_norms(factors: Mapping[str, Factor], space: Workspace) -> dict[float, list[tuple[Tensor, Tensor]]]:
-    """The norms of terms that may cancel, and of their sums, by how much larger the former may be."""
-    pairs: dict[float, list[tuple[Tensor, Tensor]]] = {}
+def _terms_and_norms(
+    factors: Mapping[str, Factor], space: Workspace
+) -> dict[tuple[float, torch.device], list[tuple[Tensor, Tensor]]]:
+    """The norms of terms that may cancel, and of their sums, by how much larger the former may be, and by device."""
+    pairs: dict[tuple[float, torch.device], list[tuple[Tensor, Tensor]]] = {}
     for _, whole in regroup(factors):
         if whole.may_cancel and whole.batch and whole.numel:
-            pairs.setdefault(whole.largest_cancellation, []).append((whole.term_norms(), whole.cached_norms(space)))
+            both = whole.term_norms(), whole.cached_norms(space)
+            pairs.setdefault((whole.largest_cancellation, whole.device), []).append(both)
     return pairs
 
 
