@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import persample as ps
 from persample.reductions.clipping import Clipping
@@ -15,7 +15,7 @@ from tests.cases import CASES, Case, warnings_of
 from tests.device.backend import DEVICE, raise_refused
 from tests.reductions.expected import questions
 from tests.reductions.test_cases import check_results
-from tests.reference import definition, named
+from tests.reference import definition, named, vectors
 
 EACH = [pytest.param(case, case.batches[0], id=str(case)) for case in CASES]
 
@@ -56,3 +56,23 @@ def on_cpu(results: Any) -> Any:
             moved.clipping = on_cpu(results.clipping)
         return moved
     return type(results)(map(on_cpu, results))
+
+
+@pytest.mark.parametrize("max_memory", [None, 1])
+def test_clipped_sums_of_parameters_on_two_devices(max_memory: int | None) -> None:
+    """What was computed on either device is looked at together."""
+    ids = torch.tensor([[1, 2, 1], [0, 2, 2]])
+    here, there = nn.Linear(8, 20).double(), nn.Linear(20, 9, device=DEVICE, dtype=torch.float64)
+    table = torch.linspace(-1, 1, 24, dtype=torch.float64).view(3, 8)
+    model = nn.Sequential(here, there)
+
+    def losses() -> Tensor:
+        return there(here(table[ids]).to(DEVICE)).sin().sum((1, 2))
+
+    rows = {name: on_cpu(rows) for name, rows in definition(losses(), model).items()}
+    weights = (0.1 / vectors(rows).norm(dim=1)).clamp(max=1)
+    total = ps.clipped_sum(losses(), model, 0.1, max_memory=max_memory)
+    for name, p in model.named_parameters():
+        assert total[name].device == p.device
+        torch.testing.assert_close(on_cpu(total[name]), torch.einsum("b,b...->...", weights, rows[name]))
+    raise_refused()

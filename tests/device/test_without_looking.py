@@ -26,6 +26,7 @@ from tests.factors.test_rounding import (  # noqa: F401
     test_bfloat16_is_rounded_once_or_twice,
     test_factors_that_share_a_side,
     test_huge_and_tiny_values,
+    test_inner_products_of_rows_whose_terms_cancel,
     test_norms_of_terms_that_cancel,
     test_one_sample_that_is_not_finite,
     test_overflow_of_a_cast_is_seen,
@@ -61,3 +62,19 @@ def clipped(factor: Factor) -> torch.Tensor:
     reduction.start(Call({"w": torch.zeros(factor.shape)}, factor.batch, factor.device, dict))
     reduction.add("w", factor)
     return reduction.clip()[1]["w"]
+
+
+@pytest.mark.parametrize("T", [1, 200])
+def test_float32_overflows_beside_float64(T: int) -> None:
+    """Norms that are kept in float64 because of another parameter are infinite where float32 gradients are."""
+    narrow, wide = torch.ones(600, 900, requires_grad=True), torch.ones(2, requires_grad=True, dtype=torch.float64)
+    x = torch.full((3, T, 900), 1e-9)
+    x[1] = 1e25
+
+    def losses() -> torch.Tensor:
+        return (x @ narrow.t()).mul(torch.full((), 1e14)).double().sum((1, 2)) * wide.sum()
+
+    norms = ps.norms(losses(), [narrow, wide], per="parameter")
+    assert norms[0].isfinite().tolist() == [True, False, True]
+    with pytest.raises(ps.NonFiniteError):
+        ps.clipped_sum(losses(), [narrow, wide], 1.0)

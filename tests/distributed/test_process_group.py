@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import persample as ps
+from persample.kernels.devices import looking
 from tests.distributed.models import Unused, all_close, batch, clipped, close, losses, make, rows_of_all
-from tests.distributed.processes import Processes
+from tests.distributed.processes import Processes, Worker
 from tests.reference import definition, vectors
 
 SIZES = [(3, 4), (3, 1), (0, 3), (1, 0)]
@@ -122,8 +123,14 @@ def not_finite(rank: int, world: int) -> None:
     all_close(total, clipped({name: torch.cat([r[:4], r[5:]]) for name, r in rows.items()}, 0.5))
 
 
-def test_gradients_that_are_not_finite(two: Processes) -> None:
-    two.run(not_finite)
+def not_finite_without_looking(rank: int, world: int) -> None:
+    with looking(False):
+        not_finite(rank, world)
+
+
+@pytest.mark.parametrize("worker", [not_finite, not_finite_without_looking])
+def test_gradients_that_are_not_finite(two: Processes, worker: Worker) -> None:
+    two.run(worker)
 
 
 def half_precision(rank: int, world: int) -> None:

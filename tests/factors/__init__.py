@@ -87,6 +87,12 @@ def shared_ids(B: int, dtype: torch.dtype) -> Made:
     return rows_of(torch.tensor([3, 0, 3, -1, 5]).expand(B, -1), numbers(dtype, B, 5, 4), 6)
 
 
+def rows_time_first(B: int, dtype: torch.dtype) -> Made:
+    """Ids and cotangents whose positions come first in memory."""
+    ids = torch.randint(-1, 6, (9, B), generator=torch.Generator().manual_seed(0)).t()
+    return rows_of(ids, numbers(dtype, 9, B, 4).transpose(0, 1), 6)
+
+
 def dense(shape: Shape = SHAPE) -> Make:
     def make(B: int, dtype: torch.dtype) -> Made:
         value = numbers(dtype, B, *shape)
@@ -193,6 +199,7 @@ FACTORS: dict[str, Make] = {
     "rows-of-nothing": rows(3, (6, 0)),
     "rows-large-table": rows(4, TABLE, skipped=True),
     "rows-shared-ids": shared_ids,
+    "rows-time-first": rows_time_first,
     "dense": dense(),
     "dense-scalar": dense(()),
     "dense-vector": dense((5,)),

@@ -47,6 +47,11 @@ def cancelling(kind: str, big: float, dtype: torch.dtype) -> Made:
     if kind == "rows":
         ids, dy = torch.tensor([[3, 5, 3], [1, 1, 1]]).repeat(2, 2), numbers(dtype, 4, 3, TABLE[1])
         return rows_of(ids, torch.cat([dy * big, numbers(dtype, 4, 3, 1) - dy * big], 1), TABLE[0])
+    if kind == "tied-against":  # the table's two uses against each other
+        ids, dy = torch.full((4, 8), 3), numbers(dtype, 4, 8, TABLE[1]) * big
+        left = torch.zeros(4, 1, TABLE[0], dtype=dtype).index_fill(2, torch.tensor(3), 1)
+        reads, product = rows_of(ids, dy, TABLE[0]), outer_of(left, (numbers(dtype, 4, 1, TABLE[1]) - dy.sum(1, True)))
+        return Sum([product[0], reads[0]]), product[1] + reads[1]
     T, (p, d) = twice[kind]
     groups = (2,) if kind == "groups" else ()
     left, right = numbers(dtype, 4, *groups, T // 2, p), numbers(dtype, 4, *groups, T // 2, d)
@@ -58,7 +63,7 @@ def cancelling(kind: str, big: float, dtype: torch.dtype) -> Made:
     return Sum([made[0], others[0]]), made[1] + others[1]
 
 
-CANCELLING = "outer outer-blocks outer-written-out groups rows tied convolution convolution-gram".split()
+CANCELLING = "outer outer-blocks outer-written-out groups rows tied tied-against convolution convolution-gram".split()
 
 
 @pytest.mark.parametrize("big", [1.0, 10.0, 1e2, 1e3, 1e4, 1e6])
@@ -79,6 +84,17 @@ def test_sums_of_terms_that_cancel(kind: str, big: float) -> None:
     for i in range(4):
         weights = torch.zeros(4).index_fill(0, torch.tensor(i), 1) / factor.norms()
         assert float(bounded_sum(factor, weights).norm()) <= 1 + 1e-3
+
+
+@pytest.mark.parametrize("big", [1.0, 1e2, 1e4, 1e6])
+def test_inner_products_of_rows_whose_terms_cancel(big: float) -> None:
+    """The rounding of the rows' sums, not of the products of their terms."""
+    factor, want = cancelling("rows", big, torch.float32)
+    sizes = 16 * torch.finfo(torch.float32).eps * factor.term_norms()
+    norms = flat(want).norm(dim=1) + sizes
+    allowed = 1e-6 * torch.outer(norms, norms) + torch.outer(norms, sizes) + torch.outer(sizes, norms)
+    error = (factor.gram(factor) - flat(want) @ flat(want).t()).abs()
+    assert bool((error <= allowed).all())
 
 
 @settings(CHECKED, max_examples=60)

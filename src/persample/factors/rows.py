@@ -83,7 +83,7 @@ class Rows(Factor):
         """
         ids, values = self.ids, self.dy.reshape(self.ids.numel(), *self.dy.shape[2:])
         if self.skips and not can_look(self.device):
-            values = values.masked_fill((ids < 0).view(-1, *[1] * (values.ndim - 1)), 0)
+            values = values.masked_fill((ids < 0).reshape(-1, *[1] * (values.ndim - 1)), 0)
             ids = ids.clamp(min=0)
         places = (ids + self._starts(self.size)).reshape(-1)
         if not self.skips or not can_look(self.device):
@@ -132,7 +132,7 @@ class Rows(Factor):
         place = torch.empty_like(place).scatter_(1, order, place)
         values = self.dy.flatten(0, 1).to(wide(self.dtype))
         if self.skips:
-            values = values.masked_fill((self.ids < 0).view(-1, *[1] * (values.ndim - 1)), 0)
+            values = values.masked_fill((self.ids < 0).reshape(-1, *[1] * (values.ndim - 1)), 0)
             ids = ids.masked_fill(ids < 0, self.size)
         totals = torch.zeros_like(values).index_add_(0, place.view(-1), values)
         return ids, totals.view(*ids.shape, *values.shape[1:])
@@ -243,15 +243,17 @@ class Rows(Factor):
         return total
 
     def _gram_without_looking(self, other: Rows, space: Workspace, out: Tensor) -> Tensor:
-        """Inner products of all rows of a few samples with all of the other's, where both have the same id."""
-        ids, rows = other.ids.reshape(1, -1), real_rows(other.dy.flatten(0, 1))
+        """Inner products of the rows' gradients of a few samples with all of the other's, where both have the same id.
+
+        Each row's terms are added up first: they may be much larger than their sum.
+        """
+        (mine, totals), (ids, others) = (f._row_gradients_without_looking() for f in (self, other))
+        ids, rows = ids.reshape(1, -1), real_rows(others.flatten(0, 1))
         each = self.positions * (rows.nbytes // max(len(rows), 1) + 2 * ids.numel() * out.dtype.itemsize)
         for some in space.chunks(self.batch, each):
-            mine = self.ids[some].reshape(-1, 1)
-            products = real_rows(self.dy[some].flatten(0, 1)) @ rows.t()
-            products = torch.where((mine == ids) & (mine >= 0), products, 0)
-            sizes = len(self.ids[some]), self.positions, other.batch, other.positions
-            out[some] = products.view(sizes).sum((1, 3))
+            products = real_rows(totals[some].flatten(0, 1)) @ rows.t()
+            products = torch.where(mine[some].reshape(-1, 1) == ids, products, 0)  # what is left over has zeros
+            out[some] = products.view(len(mine[some]), self.positions, other.batch, other.positions).sum((1, 3))
         return out
 
     def _only(self, ids: Tensor) -> Rows:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..kernels.devices import can_look
 from ..kernels.gram import trusted_norms
 from ..kernels.norms import wide, widest
 from .base import Factor
@@ -24,12 +25,18 @@ def tied(terms: Sequence[Factor]) -> tuple[Outer, Rows] | None:
         return None
     if outer.dtype.is_complex or outer.prefers_stack(False) or outer.positions * rows.positions > outer.numel:
         return None
+    if not can_look(outer.device) and outer.dtype == widest(outer.device):  # squares keep half of the digits
+        return None
     return outer, rows
 
 
 def tied_norms(outer: Outer, rows: Rows, space: Workspace) -> tuple[Tensor, Tensor]:
-    """(B,) each: the norms of outer + rows from both norms and the inner product, and which can be trusted."""
-    squares = outer.norms(space).square() + rows.norms(space).square() + 2 * _inner(outer, rows, space)
+    """(B,) each: the norms of outer + rows from both norms and the inner product, and which can be trusted.
+
+    Where numbers cannot be looked at, all have to be: the rows, too, are added up in float64.
+    """
+    table = rows if can_look(rows.device) else rows.upcast(widest(rows.device))
+    squares = outer.norms(space).square() + table.norms(space).square() + 2 * _inner(outer, rows, space)
     return trusted_norms(squares, (outer.term_norms() + rows.term_norms()).square(), wide(outer.dtype), outer.dtype)
 
 

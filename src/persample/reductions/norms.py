@@ -13,7 +13,7 @@ from ..factors import Dense, Factor, Part, regroup
 from ..factors.dense import is_small_stack
 from ..factors.stacks import real_matrix
 from ..kernels.devices import can_look
-from ..kernels.norms import norms_of_norms, row_norms
+from ..kernels.norms import norms_of_norms, row_norms, wide
 from .base import Call, Reduction
 from .groups import Groups, Per, as_groups
 
@@ -76,6 +76,9 @@ class ParameterNorms:
 
     def _compute(self, names: Sequence[str], factor: Factor) -> None:
         norms = factor.cached_norms(self._call.space).view(len(names), self._call.batch)
+        if not can_look(factor.device) and wide(factor.dtype).to_real() != self._call.dtype:
+            # Elements may have been too large, which nobody has looked at; in a narrower result it shows by itself.
+            norms = norms.masked_fill(norms > torch.finfo(wide(factor.dtype)).max, torch.inf)
         self._add_rows(norms.to(self._call.device), names)
 
     def _add_rows(self, norms: Tensor, names: Sequence[str]) -> None:
