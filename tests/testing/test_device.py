@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from persample.testing.device.answers import Check, Wrong, answers
 from persample.testing.device.hard import hard_numbers
 from persample.testing.device.run import Findings, Line, _run
 from persample.testing.device.work import work
-from tests.device.backend import DEVICE, raise_refused
+from tests.device.backend import DEVICE, no_float64, raise_refused
 
 CPU = torch.device("cpu")
 
@@ -45,6 +46,21 @@ def test_the_strict_device_passes() -> None:
     counted = {line.name: line.remark for line in findings.lines if line.section == "launches and waits"}
     assert "waits: none" in counted["gpt block: norms"]
     assert "waits: _local_scalar_dense 1" in counted["gpt block: clipped_sum"]
+
+
+def test_devices_without_float64_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but what only repeats: launches and times."""
+    for module in [m for name, m in sys.modules.items() if name.startswith("persample")]:
+        for question in ("has_float64", "has_fast_float64"):
+            if hasattr(module, question):
+                monkeypatch.setattr(module, question, lambda device: device.type == "cpu")
+    monkeypatch.setattr("persample.testing.device.run.work", lambda device, quick: ())
+    with no_float64():
+        findings = examine(DEVICE)
+    raise_refused()
+    assert findings.ok, str(findings)
+    assert findings.environment["float64"] == "none"
+    assert "gradients, float32" in {line.section for line in findings.lines}
 
 
 def lines_of(*names: str) -> list[Line]:
