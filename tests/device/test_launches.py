@@ -7,9 +7,14 @@ with fewer samples, where clipped sums choose other ways for some layers; the wh
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
 
+import persample as ps
 from benchmarks.launches import counted, on_device
-from tests.device.chosen import only_on_strict
+from persample.testing import definition
+from tests.device.chosen import DEVICE, only_on_strict
 
 pytestmark = only_on_strict
 
@@ -45,3 +50,21 @@ def test_positions_are_looked_at_once_per_graph() -> None:
     first = counted(task, "norms", steps=1)
     assert first.waits.total() > 0
     assert counted(task, "norms", steps=1).waits.total() == 0
+
+
+def test_positions_that_become_data_are_noticed_where_independence_is_promised() -> None:
+    """Without that promise the gradients are the same, exact ones, and nobody looks."""
+    table = torch.randn(12, 5, device=DEVICE).requires_grad_()
+    x, places = torch.randn(4, 12, 5, device=DEVICE), torch.arange(12, device=DEVICE)
+    data = torch.tensor([3, 0, 0, 7, 1, 1, 2, 9, 5, 5, 5, 4], device=DEVICE)
+
+    def losses(ids: Tensor) -> Tensor:
+        return (x.sum(1) @ F.embedding(ids, table).t()).square().sum(1)
+
+    for options in ({}, {"independent": True}):
+        ps.grad(losses(places), [table], **options)
+    (got,) = ps.grad(losses(data), [table])
+    want = definition(losses(data), [table])["0"]
+    torch.testing.assert_close(got.cpu(), want.cpu())
+    with pytest.raises(ps.InteractionError):
+        ps.grad(losses(data), [table], independent=True)
