@@ -12,7 +12,7 @@ BY_CPU := tests/kernels tests/factors tests/reductions tests/nn tests/benchmarks
 
 .DEFAULT_GOAL := help
 .PHONY: help demo fuzz test test-all test-torch lint docs dist clean
-.PHONY: bench bench-docs bench-expanded bench-monitor bench-pages bench-parts bench-peers bench-private bench-scaling bench-sensitivity
+.PHONY: bench bench-docs bench-expanded bench-launches bench-monitor bench-pages bench-parts bench-peers bench-private bench-scaling bench-sensitivity
 
 help:
 	@echo "make demo      finds wrong labels, trains privately, checks itself; writes build/demo.html (a minute)"
@@ -25,6 +25,7 @@ help:
 	@echo "make bench-peers, bench-scaling   against Opacus, BackPACK, torch.func; how cost grows (10 minutes each)"
 	@echo "make bench-parts                  what the time of ps.norms is made of (2 minutes)"
 	@echo "make bench-docs                   these three, and the figures in docs/ made from them"
+	@echo "make bench-launches               launches and waits of a step, as an accelerator would see them (1 minute)"
 	@echo "make bench-sensitivity            how far one sample moves a private sum, over its bound (4 minutes)"
 	@echo "make bench-monitor                what ps.Monitor adds to a training loop (5 minutes)"
 	@echo "make docs      the site of docs/, into build/site"
@@ -93,6 +94,11 @@ bench-docs: bench-peers bench-scaling bench-parts
 bench-pages: $(PEERS_STAMP)
 	$(PEERS)/bin/python -m benchmarks.tables docs/benchmarks.md README.md
 	$(PEERS)/bin/python -m benchmarks.plots docs/benchmarks/peers.json docs/benchmarks/scaling.json --out docs/images
+
+# Counted on a device of the tests, so that no accelerator is needed; its tables go into docs/benchmarks.md.
+bench-launches: $(STAMP)
+	$(BIN)/python -m benchmarks.launches --json docs/benchmarks/launches.json
+	$(BIN)/python -m benchmarks.tables docs/benchmarks.md
 
 bench-expanded: $(STAMP)
 	$(BIN)/python -m benchmarks.expanded

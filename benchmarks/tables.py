@@ -28,7 +28,7 @@ def filled(page: str, tables: dict[str, str]) -> str:
     return MARKED.sub(lambda found: f"{found['begin']}{tables[found['name']]}{found['end']}", page)
 
 
-def all_tables(peers: Report, scaling: Report, parts: Report) -> dict[str, str]:
+def all_tables(peers: Report, scaling: Report, parts: Report, launches: Report) -> dict[str, str]:
     """Markdown by name."""
     tables = {kind: ratios(peers, kind) for kind in ("gradients", "clipped sums", "norms")}
     tables |= {size: growth(scaling, size) for size in CURVES}
@@ -41,6 +41,9 @@ def all_tables(peers: Report, scaling: Report, parts: Report) -> dict[str, str]:
         "scaling environment": environment(scaling),
         "parts": time_parts(parts),
         "parts environment": environment(parts),
+        "launches": launch_counts(launches),
+        "host time": host_time(launches),
+        "launches environment": environment(launches),
         "failures": failures([peers, scaling]),
     }
 
@@ -139,11 +142,41 @@ def time_parts(report: Report) -> str:
     return _markdown(["", *head], lines)
 
 
+def launch_counts(report: Report) -> str:
+    """Launches of every verb, as a ratio to a plain step's; and waits of the host, where there are any."""
+    lines = []
+    for workload in report["workloads"]:
+        rows = {method: _find(report, workload, method) for method in report["methods"]}
+        plain = rows["plain"]["launches"]
+        cells = [f"{row['launches'] / plain:.2f}{_waits(row)}" for method, row in rows.items() if method != "plain"]
+        lines.append([workload, str(plain), *cells])
+    titles = [_title(report, method) for method in report["methods"] if method != "plain"]
+    return _markdown(["", "plain step: launches", *titles], lines)
+
+
+def _waits(row: Row) -> str:
+    waits = sum(row["waits"].values())
+    return f", {waits} wait{'s' * (waits > 1)}" if waits else ""
+
+
+def host_time(report: Report) -> str:
+    """Microseconds per node of the graph, medians and quartiles."""
+    lines = []
+    for row in report["host"]:
+        cells = [
+            f"{row[p]['median']:.1f} ({row[p]['q1']:.1f} to {row[p]['q3']:.1f})" for p in ("read", "capture", "plain")
+        ]
+        lines.append([row["workload"], str(row["nodes"]), *cells])
+    return _markdown(
+        ["µs per node", "nodes", "graph read", "graph read, hooks and factors", "a whole plain step"], lines
+    )
+
+
 def environment(report: Report) -> str:
     """One line that says where and of what."""
     where = report["environment"]
     commit = f"commit {str(where['commit'])[:12]}" + (" with changes in `src`" if where["source_changed"] else "")
-    busy = max((row.get("others", 0.0) for row in report["rows"]), default=0.0)
+    busy = max((row.get("others", 0.0) for row in [*report["rows"], *report.get("host", ())]), default=0.0)
     machine = f"{where['threads']} threads on {where['cores']} cores of {where['cpu']}"
     disturbed = f"; **doubtful**, other programs kept up to {busy:.1f} cores busy" if busy > DISTURBED else ""
     return f"{where['date'][:10]}, {commit}, torch {where['torch']}, {machine}{disturbed}.\n"
@@ -183,10 +216,10 @@ def _markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(cells)} |\n" for cells in [head, rule, *lines])
 
 
-def load(folder: Path = RESULTS) -> tuple[Report, Report, Report]:
+def load(folder: Path = RESULTS) -> tuple[Report, ...]:
     """The figures that the pages show."""
     read: Callable[[str], Report] = lambda name: json.loads((folder / name).read_text())  # noqa: E731
-    return read("peers.json"), read("scaling.json"), read("parts.json")
+    return tuple(read(f"{name}.json") for name in ("peers", "scaling", "parts", "launches"))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

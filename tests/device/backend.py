@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from persample.kernels import devices
+from tests.device import autocast  # noqa: F401
 from tests.device.kernels import KERNELS
 
 

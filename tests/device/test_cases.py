@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import persample as ps
 from persample.reductions.clipping import Clipping
 from tests.cases import CASES, Case, warnings_of
-from tests.device.backend import DEVICE, raise_refused
+from tests.device.chosen import DEVICE, raise_refused
 from tests.reductions.expected import questions
 from tests.reductions.test_cases import check_results
 from tests.reference import definition, named, vectors

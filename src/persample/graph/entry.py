@@ -16,6 +16,7 @@ from torch.autograd.graph import Node
 from .._errors import InteractionError, PerformanceWarning, UnsupportedError
 from ..distributed import is_sharded
 from ..factors import Dense, Factor, Masked, one_by_one
+from ..kernels.devices import can_look
 from .execute.bundles import bundle_up
 from .execute.capture import Capture, Sink
 from .execute.plan import CapturePlan, plan
@@ -128,7 +129,8 @@ def planned(
     terms: Hashable = check.terms if check else None
     terms = ("independent", terms) if independent else terms
     key = key_of(graph, roots, tensors, ordinary, check.known if check else {}, terms)
-    made = None if key is None else recall(key, graph)
+    look = independent or check is not None or roots.losses is None or can_look(roots.losses.device)
+    made = None if key is None else recall(key, graph, look)
     if made is not None:
         check_reached(made.tape, params)
         return made, [], []

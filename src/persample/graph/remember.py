@@ -19,6 +19,7 @@ from torch.nn import Parameter
 
 from .execute.plan import CapturePlan
 from .layout import Labels, Layout
+from .locate.constants import only_counts
 from .read.nodes import NodeSlot
 from .read.notes import Notes, Question
 from .read.roots import Roots
@@ -35,8 +36,9 @@ class _Remembered:
     plan: CapturePlan
     answers: Sequence[tuple[int, Question, Any]]
 
-    def holds(self, nodes: Sequence[Node]) -> bool:
-        return all(question(nodes[at]) == answer for at, question, answer in self.answers)
+    def holds(self, nodes: Sequence[Node], look: bool) -> bool:
+        asked = self.answers if look else [one for one in self.answers if one[1] is not only_counts]
+        return all(question(nodes[at]) == answer for at, question, answer in asked)
 
 
 _PLANS: OrderedDict[Hashable, _Remembered] = OrderedDict()
@@ -67,13 +69,17 @@ def key_of(
     return roots.batch, graph.form, tuple(leaves), starts, tuple(map(graph.slot, ordinary)), facts, terms
 
 
-def recall(key: Hashable, graph: Graph) -> CapturePlan | None:
-    """The plan of this graph, if one like it was planned before."""
+def recall(key: Hashable, graph: Graph, look: bool = True) -> CapturePlan | None:
+    """The plan of this graph, if one like it was planned before.
+
+    Without a ``look`` at numbers, integers that counted positions then are taken to do so now. Gradients are exact in
+    any case: all that could be missed is that samples have begun to interact.
+    """
     remembered = _PLANS.pop(key, None)
     if remembered is None:
         return None
     _PLANS[key] = remembered  # as the last one used
-    if not remembered.holds(graph.nodes):
+    if not remembered.holds(graph.nodes, look):
         return None
     plan = remembered.plan.on(graph)
     return plan if all(use.is_as_planned(plan.tape) for use in plan.uses if len(use.nodes) > 1) else None

@@ -14,6 +14,7 @@ from .._table import render
 from ..checks import check_losses
 from ..graph.read.roots import Roots
 from ..graph.read.saved import metadata
+from ..kernels.devices import has_float64
 from ..numberless import has_numbers
 from ..params import Params, named
 from ..verbs import grad
@@ -186,7 +187,7 @@ def _compare(
     allowed = max(map(_tolerance, dtypes)) if rtol is None else rtol
     floor = 10 * max(torch.finfo(dtype).eps for dtype in dtypes) * largest if atol is None else atol
     wide = torch.complex128 if want.is_complex() else torch.float64
-    a, b = (t.to(wide).reshape(len(want), -1 if want.numel() else 0) for t in (got, want))
+    a, b = (_where_float64_is(t).to(wide).reshape(len(want), -1 if want.numel() else 0) for t in (got, want))
     alike = (a == b) | (a.isnan() & b.isnan())
     difference = (a - b).abs().masked_fill(alike, 0.0).nan_to_num(nan=float("inf"))
     if not difference.numel():
@@ -195,6 +196,10 @@ def _compare(
     relative = error / scale.clamp(min=max(floor, torch.finfo(want.dtype).tiny))
     ok = bool((error <= (allowed * scale).clamp(min=floor)).all())
     return Row(name, tuple(want.shape[1:]), float(relative.max()), float(scale.max()), ok)
+
+
+def _where_float64_is(t: Tensor) -> Tensor:
+    return t if has_float64(t.device) else t.cpu()
 
 
 def _tolerance(dtype: torch.dtype) -> float:
