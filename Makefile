@@ -50,9 +50,11 @@ lint: $(STAMP)
 
 test: lint
 	$(PYTEST) -m 'not slow'
+	$(PYTEST) -m 'not slow' tests/device
 
 test-all: lint
 	$(PYTEST)
+	$(PYTEST) tests/device
 	for cpu in $$($(BIN)/python -m tests.capabilities); do \
 		echo "as on a CPU with $$cpu" && ATEN_CPU_CAPABILITY=$$cpu $(PYTEST) $(BY_CPU) || exit 1; \
 	done

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,17 +27,27 @@ def float64() -> Iterator[None]:
         yield
 
 
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Tests that go on with autograd in a fork are run in a process that knows of no device but the CPU.
+DEVICE_TESTS = Path(__file__).parent / "device"
 
-    Another device has threads of its own in the engine, with which PyTorch refuses to work in a fork.
+
+def pytest_configure(config: pytest.Config) -> None:
+    """``tests/device`` is run by itself: its device, once known to PyTorch, changes what others see.
+
+    The engine has a thread for it, with which autograd does not work in a fork, and there is one more random state.
     """
-    if pyfuncitem.get_closest_marker("forks") is None or "tests.device.backend" not in sys.modules:
-        return None
-    alone = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", pyfuncitem.nodeid]
-    done = subprocess.run(alone, cwd=pyfuncitem.config.rootpath, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
-    return True
+    if len(set(_asks_for_device(config))) > 1:
+        raise pytest.UsageError("run pytest tests/device by itself: its device changes what other tests see")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """It is left out where it was not asked for."""
+    return True if collection_path == DEVICE_TESTS and not any(_asks_for_device(config)) else None
+
+
+def _asks_for_device(config: pytest.Config) -> list[bool]:
+    """Of every argument, whether it lies in that folder."""
+    asked = [(config.invocation_params.dir / arg.partition("::")[0]).resolve() for arg in config.args]
+    return [DEVICE_TESTS in (path, *path.parents) for path in asked]
 
 
 def pytest_collection_finish() -> None:

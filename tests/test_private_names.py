@@ -43,7 +43,7 @@ KEEPERS = {
     "DDP, and the nodes of wrappers": Keeper("distributed/wrappers.py", "distributed/test_names.py"),
     "FSDP2 and sharded tensors": Keeper("distributed/shards.py", "distributed/test_names.py"),
     "tensors without numbers": Keeper("numberless.py", "test_numberless.py"),
-    "ops as they are dispatched": Keeper("testing/counting.py", "testing/test_counting.py"),
+    "ops as they are dispatched": Keeper("testing/counting.py", "device/test_counting.py"),
     "kernels below autograd": Keeper("kernels/library.py", "kernels/test_library.py"),
 }
 MODULES = {keeper.module for keeper in KEEPERS.values()}

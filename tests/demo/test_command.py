@@ -33,8 +33,8 @@ def test_a_wrong_gradient_is_found(
     def wrong(*args: Any, **kwargs: Any) -> Any:
         return {name: g * 1.001 for name, g in right(*args, **kwargs).items()}
 
-    right = testing.grad
-    monkeypatch.setattr(testing, "grad", wrong)
+    right = testing.compare.grad
+    monkeypatch.setattr(testing.compare, "grad", wrong)
     out = tmp_path / "report.html"
     assert demo.main(["--quick", "--out", str(out)]) == 1
     assert "against the definition: WRONG" in capsys.readouterr().out

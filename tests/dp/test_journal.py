@@ -132,7 +132,6 @@ def test_two_lines_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not found
 
 
-@pytest.mark.forks
 def test_a_disk_that_is_full(tmp_path: Path) -> None:
     """Three bytes more are all that it takes."""
     path = tmp_path / "journal"

@@ -177,7 +177,6 @@ def test_a_forked_process_draws_nothing(seed: int | None) -> None:
     trained.step(losses)
 
 
-@pytest.mark.forks
 def test_a_forked_process_goes_on_with_noise_of_its_own_once_it_has_resumed() -> None:
     trained = noisy_run()
 

@@ -1,7 +1,14 @@
 """What to run first on a new model, or on a new device.
 
-`check` compares persample with the definition (compare.py); `count_work` says how often a program keeps an accelerator
-or its host waiting (counting.py); ``python -m persample.testing.device cuda`` does both on a device (device/).
+`check` compares persample with the definition (compare.py); `count_work` says how much work a program gives to an
+accelerator, and how often its host waits for it (counting.py); ``python -m persample.testing.device cuda`` does both, and
+more, on a device (device/).
+
+>>> import torch
+>>> from persample.testing import check
+>>> model, x = torch.nn.Linear(3, 2).double(), torch.randn(5, 3).double()
+>>> check(lambda: model(x).square().sum(1), model).ok
+True
 """
 
 from .compare import Report, Row, check, definition

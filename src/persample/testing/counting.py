@@ -5,7 +5,7 @@ copies to or from ordinary memory, or has as many results as the data say, stops
 are counted op by op, as they come to the dispatcher: views are free, everything else is one launch. (A library may use
 several kernels for one op; what is counted is what a program asks for.)
 
-The names of ops are PyTorch's own. They hold for torch 2.13 to 2.15; ``tests/testing/test_counting.py`` checks them.
+The names of ops are PyTorch's own. They hold for torch 2.13 to 2.15; ``tests/device/test_counting.py`` checks them.
 """
 
 from __future__ import annotations
