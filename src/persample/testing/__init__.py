@@ -1,8 +1,8 @@
 """What to run first on a new model, or on a new device.
 
 `check` compares persample with the definition (compare.py); `count_work` says how much work a program gives to an
-accelerator, and how often its host waits for it (counting.py); ``python -m persample.testing.device cuda`` does both, and
-more, on a device (device/).
+accelerator, and how often its host waits for it (counting.py); ``python -m persample.testing.device cuda`` does both,
+and more, on a device (device/).
 
 >>> import torch
 >>> from persample.testing import check
