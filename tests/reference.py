@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 Params: TypeAlias = nn.Module | Mapping[str, Tensor] | Sequence[Tensor]
 
@@ -43,6 +44,17 @@ def _row(loss: Tensor, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
         name: torch.zeros_like(p) if g is None else g.to_dense() if g.layout != torch.strided else g
         for (name, p), g in zip(wanted.items(), grads, strict=True)
     }
+
+
+def nodes_behind(losses: Tensor) -> set[Node]:
+    """Every node of the graph behind `losses`."""
+    stack, seen = [losses.grad_fn], set[Node]()
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            stack += [child for child, _ in node.next_functions]
+    return seen
 
 
 def real(t: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import persample as ps
 from tests.cases import CASES, Case, untouched, warnings_of
-from tests.reference import Params, assert_same, definition
+from tests.reference import Params, assert_same, definition, nodes_behind
 
 ALL = [pytest.param(case, B, id=f"{case}-B{B}") for case in CASES for B in case.batches]
 LARGEST = [(case, max(case.batches)) for case in CASES]
@@ -57,10 +57,4 @@ def _reference(case: Case, B: int, params: Params, losses: Tensor) -> dict[str, 
 
 def graph_nodes(losses: Tensor) -> list[str]:
     """The name of every node of the graph behind `losses`."""
-    stack, seen = [losses.grad_fn], set()
-    while stack:
-        node = stack.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            stack += [child for child, _ in node.next_functions]
-    return [node.name() for node in seen]
+    return [node.name() for node in nodes_behind(losses)]

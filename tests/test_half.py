@@ -15,7 +15,7 @@ import persample as ps
 from tests.case_library.registry import in_half
 from tests.cases import CASES, Case
 from tests.reductions.expected import Stacks, Want, WantClipped, WantEach, assert_result, questions
-from tests.reference import Params, definition, flat, vectors
+from tests.reference import Params, definition, flat, nodes_behind, vectors
 
 HALVES = (torch.float16, torch.bfloat16)
 MODES = {f"{'autocast' if cast else 'parameters'} {dtype}": (dtype, cast) for cast in (True, False) for dtype in HALVES}
@@ -292,13 +292,9 @@ def test_weights_that_autocast_casts_once_or_twice(cached: bool, dtype: torch.dt
 
 def casts_to(losses: Tensor, p: Tensor) -> int:
     """How many casts of a parameter are in a graph."""
-    stack, seen = [losses.grad_fn], set()
-    while stack:
-        node = stack.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            stack += [child for child, _ in node.next_functions]
-    return len([n for n in seen if any(getattr(child, "variable", None) is p for child, _ in n.next_functions)])
+    return len(
+        [n for n in nodes_behind(losses) if any(getattr(child, "variable", None) is p for child, _ in n.next_functions)]
+    )
 
 
 class Mixed(nn.Module):

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from persample import cli
 from persample.audit import EXIT_CODES, Report, audit
 from persample.audit.costs import PLAIN
+from tests.cli.command import Run, command
 
 FILE = """
 import torch
@@ -86,22 +86,15 @@ def test_samples_that_interact_are_seen_all_the_same() -> None:
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path):  # type: ignore[no-untyped-def]
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path.copy())
     monkeypatch.setenv("COLUMNS", "200")
     Path("mine.py").write_text(FILE)
-
-    def call(*argv: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as leaving:
-            cli.main(argv)
-        out, err = capsys.readouterr()
-        return int(leaving.value.code or 0), out, err
-
-    return call
+    return command(capsys)
 
 
-def test_the_command_says_what_could_not_be_known(run) -> None:  # type: ignore[no-untyped-def]
+def test_the_command_says_what_could_not_be_known(run: Run) -> None:
     code, out, _ = run("audit", "mine.py", "--html", "page.html")
     assert code == 6
     assert "From shapes alone: parameters take 9.2 kB" in out
@@ -113,7 +106,7 @@ def test_the_command_says_what_could_not_be_known(run) -> None:  # type: ignore[
     assert "decided by data: unknown without it" in out
 
 
-def test_there_is_nothing_to_time(run) -> None:  # type: ignore[no-untyped-def]
+def test_there_is_nothing_to_time(run: Run) -> None:
     code, _, err = run("bench", "mine.py")
     assert code == 2
     assert "persample audit estimates its costs from shapes" in " ".join(err.split())

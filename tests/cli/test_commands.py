@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -15,9 +14,9 @@ import pytest
 import torch
 
 import persample
-from persample import cli
 from persample.audit import EXIT_CODES
 from persample.audit.models import MODELS
+from tests.cli.command import Run, command
 
 MODEL = "persample.audit.models:mlp"
 FILE = """
@@ -43,8 +42,6 @@ def deep():
     return nn.Sequential(*[nn.Linear(3, 3) for _ in range(40)]), torch.randn(4, 3), each
 """
 
-Run = Callable[..., tuple[int, str, str]]
-
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
@@ -53,14 +50,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setattr(sys, "path", sys.path.copy())
     monkeypatch.setenv("COLUMNS", "80")
     Path("mine.py").write_text(FILE)
-
-    def call(*argv: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as leaving:
-            cli.main(argv)
-        out, err = capsys.readouterr()
-        return int(leaving.value.code or 0), out, err
-
-    return call
+    return command(capsys)
 
 
 CODES = {"good": 0, "interacting": 3, "refused": 4, "unknown": 5}

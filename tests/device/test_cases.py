@@ -30,6 +30,11 @@ def _quick_seeds() -> Iterator[None]:
 
 @pytest.mark.parametrize(("case", "B"), EACH)
 def test_all_reductions(case: Case, B: int) -> None:
+    check_on_device(case, B)
+
+
+def check_on_device(case: Case, B: int) -> None:
+    """All reductions of a case that is built on the device are what the definition gives there."""
     with torch.device(DEVICE):
         params, forward = case.build(B)
         losses = forward()

@@ -7,14 +7,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-import persample as ps
 from persample.kernels.norms import row_norms
-from tests.cases import CASES, Case, warnings_of
-from tests.device.backend import DEVICE, no_float64, raise_refused
-from tests.device.test_cases import on_cpu
-from tests.reductions.expected import questions
-from tests.reductions.test_cases import BEYOND_RANGE, check_results
-from tests.reference import definition, named
+from tests.cases import CASES, Case
+from tests.device.backend import DEVICE, no_float64
+from tests.device.test_cases import check_on_device
+from tests.reductions.test_cases import BEYOND_RANGE
 
 HALF = (torch.float16, torch.bfloat16)
 WIDE = {"float32_model_float64_losses"}
@@ -34,19 +31,7 @@ def test_the_device_refuses_it() -> None:
 
 @pytest.mark.parametrize("case", NARROW, ids=str)
 def test_all_reductions(case: Case) -> None:
-    with torch.device(DEVICE):
-        params, forward = case.build(case.batches[0])
-        losses = forward()
-    tensors = named(params)
-    if any(p.dtype in (torch.float64, torch.complex128) for p in tensors.values()):
-        pytest.skip("has parameters in float64")
-    want = on_cpu(definition(losses, tensors))
-    leaves = {name: on_cpu(p).requires_grad_() for name, p in tensors.items()}
-    asked = questions(want, leaves, variants=False)
-    with warnings_of(case):
-        results = ps.reduce(losses, tensors, *(ask.reduction for ask in asked.values()))
-    check_results(case, leaves, asked, on_cpu(results))
-    raise_refused()
+    check_on_device(case, case.batches[0])
 
 
 @pytest.mark.parametrize("exponent", [-44, -30, -20, 0, 18, 20, 30])

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..trees import leaves
+
 __all__ = ["Work", "count_work"]
 
 # Ops that give no work to the device, beside views.
@@ -68,7 +70,7 @@ class Work:
 
 def _places(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
     """The kinds of device of an op's operands and of its result, if one is asked for."""
-    places = [t.device.type for t in _tensors([*args, *kwargs.values()])]
+    places = [t.device.type for t in leaves([args, kwargs]) if isinstance(t, Tensor)]
     device = kwargs.get("device")
     return places if device is None else [*places, torch.device(device).type]
 
@@ -82,14 +84,6 @@ def _waits(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], places: Se
     if name == "repeat_interleave":
         return kwargs.get("output_size") is None and any(isinstance(a, Tensor) for a in args[-1:])
     return name in _WAITING
-
-
-def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
 
 
 class _Counting(TorchDispatchMode):
