@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -11,13 +13,16 @@ from persample import cli
 Run = Callable[..., tuple[int, str, str]]
 
 
-def command(capsys: pytest.CaptureFixture[str]) -> Run:
-    """A function that runs the command: exit code, stdout and stderr."""
+class Shell:
+    """Runs the command in a folder of its own: exit code, stdout and stderr."""
 
-    def call(*argv: str) -> tuple[int, str, str]:
+    def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        self._capsys = capsys
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(sys, "path", sys.path.copy())
+
+    def __call__(self, *argv: str) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as leaving:
             cli.main(argv)
-        out, err = capsys.readouterr()
+        out, err = self._capsys.readouterr()
         return int(leaving.value.code or 0), out, err
-
-    return call

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from persample.audit import EXIT_CODES, Report, audit
 from persample.audit.costs import PLAIN
-from tests.cli.command import Run, command
+from tests.cli.command import Run, Shell
 
 FILE = """
 import torch
@@ -87,11 +86,9 @@ def test_samples_that_interact_are_seen_all_the_same() -> None:
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", sys.path.copy())
+    (tmp_path / "mine.py").write_text(FILE)
     monkeypatch.setenv("COLUMNS", "200")
-    Path("mine.py").write_text(FILE)
-    return command(capsys)
+    return Shell(capsys, monkeypatch, tmp_path)
 
 
 def test_the_command_says_what_could_not_be_known(run: Run) -> None:

@@ -16,7 +16,7 @@ import torch
 import persample
 from persample.audit import EXIT_CODES
 from persample.audit.models import MODELS
-from tests.cli.command import Run, command
+from tests.cli.command import Run, Shell
 
 MODEL = "persample.audit.models:mlp"
 FILE = """
@@ -46,11 +46,9 @@ def deep():
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     """Run the command: exit code, stdout and stderr."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", sys.path.copy())
+    (tmp_path / "mine.py").write_text(FILE)
     monkeypatch.setenv("COLUMNS", "80")
-    Path("mine.py").write_text(FILE)
-    return command(capsys)
+    return Shell(capsys, monkeypatch, tmp_path)
 
 
 CODES = {"good": 0, "interacting": 3, "refused": 4, "unknown": 5}

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import persample as ps
 from benchmarks.launches import counted, on_device
-from persample.testing import definition
+from persample.testing import count_work, definition
 from tests.device.chosen import DEVICE, only_on_strict
 
 pytestmark = only_on_strict
@@ -42,6 +42,31 @@ def test_launches_and_waits(workload: str, batch: int | None) -> None:
 def test_full_gradients_are_written_without_waiting() -> None:
     for workload in ("cnn", "gpt"):
         assert not counted(on_device(workload, 4), "grad", steps=2).waits
+
+
+@pytest.mark.parametrize("workload", ["tiny-gpt", "tiny-cnn"])
+def test_no_other_verb_waits_but_for_clipped_sums(workload: str) -> None:
+    task = on_device(workload, 4)
+    params, projection = task.params(), ps.Projection(8)
+    direction = {name: torch.ones_like(p, requires_grad=False) for name, p in params.items()}
+    reductions = {
+        "per parameter": ps.Norms("parameter"),
+        "second moment": ps.SecondMoment(),
+        "variance": ps.Variance(),
+        "gram": ps.Gram(),
+        "dot": ps.Dot(direction),
+        "project": ps.Project(projection),
+        "weighted": ps.WeightedSum(torch.ones(4, device=DEVICE)),
+    }
+    for name, reduction in reductions.items():
+        for _ in range(3):
+            with count_work() as work:
+                ps.reduce(task.losses(), params, reduction)
+        assert not work.waits, name
+    for _ in range(3):
+        with count_work() as work:
+            ps.clipped_sum(task.losses(), params, 1.0, per="parameter")
+    assert work.waits.total() == 1
 
 
 def test_positions_are_looked_at_once_per_graph() -> None:

@@ -32,7 +32,7 @@ from tests.expanded.module_cases import (
     selection,
 )
 from tests.expanded.samples import ModuleCase, built, databases, describe, for_every, module_samples
-from tests.reference import assert_same, definition
+from tests.reference import assert_same, definition, nodes_behind
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Using padding='same':UserWarning"),
@@ -211,17 +211,5 @@ def test_fused_lstm(both_ways: bool, batch_first: bool) -> None:
     """Single precision on the CPU, with an input that needs no gradient, runs one fused kernel per layer."""
     module = built(lambda: nn.LSTM(2, 4, 2, bidirectional=both_ways, batch_first=batch_first), True, torch.float32)
     x = torch.randn(4, 4, 2)
-    assert "Mkldnn" in repr(graph_nodes(module(x)[0]))
+    assert "Mkldnn" in repr(nodes_behind(module(x)[0]))
     compare(ModuleCase("lstm", module, (x,), {}, 4, batch_first), rtol=1e-5)
-
-
-def graph_nodes(t: Tensor) -> set[Any]:
-    """Every node of the graph that ends in `t`."""
-    found: set[Any] = set()
-    waiting = [t.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in found:
-            found.add(node)
-            waiting += [parent for parent, _ in node.next_functions]
-    return found

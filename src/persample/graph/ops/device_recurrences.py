@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...factors import Dense, Factor, Outer, View
 from ...factors.rearrange import Cast
-from ...kernels.recurrences import Kind, Replay, Stack, replay
+from ...kernels.stacked_recurrences import Kind, Replay, Stack, replay
 from ..layout import NOBODY, Flow, Layout, Outcome, Shape, carry, join, labels, sample_dims, simplify
 from ..read.saved import unpacked_often
 from ..read.site import Site

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from persample.kernels.recurrences import Kind, Replay, Stack, replay
+from persample.kernels.stacked_recurrences import Kind, Replay, Stack, replay
 from tests.reference import assert_same, definition
 
 d, h = 3, 4
