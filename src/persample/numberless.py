@@ -82,7 +82,9 @@ def with_numbers(function: Callable[P, R]) -> Callable[P, R]:
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
         if not faking():
             return function(*args, **kwargs)
-        with unset_fake_temporarily():
+        from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing  # costs a tenth of a second
+
+        with disable_proxy_modes_tracing(), unset_fake_temporarily():
             return function(*args, **kwargs)
 
     return called

@@ -91,7 +91,7 @@ class Factor(ABC):
     def stacks(self, space: Workspace) -> Iterator[tuple[slice, Tensor]]:
         """The gradients of a few samples at a time: only to be read, and before ``space`` is used for anything else."""
         for some in space.chunks(self.batch, self.numel * self.dtype.itemsize):
-            buffer = space.take((some.stop - some.start, *self.shape), self.dtype, self.device)
+            buffer = space.buffer((some.stop - some.start, *self.shape), self.dtype, self.device)
             chunk = self if some.stop - some.start == self.batch else self[some]
             yield some, chunk.stack(buffer)
 

@@ -10,7 +10,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from ..kernels.devices import can_look
+from ..kernels.devices import can_look, launches_cost
 from ..kernels.library import copied_at_once
 from ..kernels.norms import row_norms, wide, widest
 from .base import Factor, Selection, Shape
@@ -117,7 +117,7 @@ def is_small_stack(factor: Factor) -> TypeGuard[Dense]:
 
 def is_worth_writing_out(factor: Factor) -> bool:
     """Is a stack so small, on a device where launches are what costs, that others like it make it free?"""
-    small = not can_look(factor.device) and factor.stack_bytes <= _SMALL
+    small = launches_cost(factor.device) and factor.stack_bytes <= _SMALL
     return small and factor.batch > 0 and type(factor) is not Dense
 
 

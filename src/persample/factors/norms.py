@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..kernels.certificates import certify
 from ..kernels.devices import can_look
 from ..kernels.gram import gram_norms
 from ..kernels.norms import row_norms
@@ -52,6 +53,7 @@ def with_untrusted_recomputed(factor: Factor, norms: Tensor, trusted: Tensor, sp
     Where numbers cannot be looked at, all are computed such that they can be trusted.
     """
     if not can_look(factor.device):
+        certify(trusted, "norms from Gram matrices have lost digits")
         return norms
     factor._cancelling = (~trusted).nonzero().squeeze(1)
     if factor._cancelling.numel():

@@ -8,7 +8,7 @@ from math import inf, prod
 import torch
 from torch import Tensor
 
-from ..kernels.devices import can_look, has_fast_float64
+from ..kernels.devices import can_look, has_fast_float64, launches_cost
 from ..kernels.gram import BLOCK, terms_in
 from ..kernels.norms import row_norms, wide, widest
 from .base import Factor, Selection, Shape
@@ -36,7 +36,7 @@ def prefers_stack(
         return False
     if dtype.is_complex:
         return True
-    if can_look(device):
+    if not launches_cost(device):
         pairs = T * (T + min(T, BLOCK)) // 2
         gram, stack = pairs * ((p // 2 if shared else p) + d + _GRAM_COST), p * d * (T + _SCRATCH_COST)
         return gram > (p * d * _KEPT_COST if reused else stack)
@@ -155,7 +155,7 @@ class Outer(Factor):
         return each if self.left.ndim == 3 else row_norms(each.view(self.batch, -1))
 
     def _gram_norms(self, space: Workspace) -> Tensor:
-        if not can_look(self.device):
+        if launches_cost(self.device):
             return self._precise_gram_norms(space)
         dtype, T, groups = wide(self.dtype), self.positions, prod(self.left.shape[1:-2])
         some = space.chunks(self.batch, 2 * groups * min(T, BLOCK) * T * dtype.itemsize)

@@ -8,8 +8,9 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ..kernels.devices import can_look
+from ..kernels.devices import launches_cost
 from ..kernels.pages import recycled
+from ..numberless import faking
 
 __all__ = ["Workspace"]
 
@@ -30,7 +31,7 @@ class Workspace:
     @classmethod
     def on(cls, device: torch.device, limit: int | None) -> Workspace:
         """A workspace as a device likes it: all of the limit at a time, where every chunk costs launches."""
-        return cls(limit) if can_look(device) else cls(limit, _UNBOUNDED)
+        return cls(limit, _UNBOUNDED) if launches_cost(device) else cls(limit)
 
     def up_to_limit(self) -> Workspace:
         """Another workspace that uses all of the limit: for work whose cost grows with the number of chunks."""
@@ -44,8 +45,14 @@ class Workspace:
         step = max(least, 1, min(count, fitting if most is None else min(fitting, most)))
         return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
+    def buffer(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        """`take`, for results that can do without: None in a graph, which has its own ways with memory."""
+        return None if faking() else self.take(shape, dtype, device)
+
     def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """An uninitialised tensor, valid until the next one is taken."""
+        if faking():  # in a graph, bytes that are seen as numbers would be copied back and forth
+            return torch.empty(shape, dtype=dtype, device=device)
         size = prod(shape) * dtype.itemsize
         page = self._pages.get(device)
         if page is None or len(page) < size:

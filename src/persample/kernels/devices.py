@@ -14,7 +14,9 @@ from functools import lru_cache
 
 import torch
 
-__all__ = ["can_look", "full_precision", "has_fast_float64", "has_float64", "looking"]
+from .certificates import is_traced
+
+__all__ = ["can_look", "full_precision", "has_fast_float64", "has_float64", "launches_cost", "looking"]
 
 _looking: ContextVar[bool | None] = ContextVar("looking", default=None)
 
@@ -27,6 +29,14 @@ def can_look(device: torch.device) -> bool:
     """
     forced = _looking.get()
     return device.type == "cpu" if forced is None else forced
+
+
+def launches_cost(device: torch.device) -> bool:
+    """Is it by launches rather than by arithmetic and memory that work on this device is to be counted?
+
+    A graph that is traced for the CPU cannot look, but costs what the CPU takes.
+    """
+    return not can_look(device) and not (device.type == "cpu" and is_traced())
 
 
 @contextmanager

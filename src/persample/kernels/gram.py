@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .certificates import is_traced
 from .norms import widest
 
 __all__ = ["BLOCK", "ROWS", "gram_norms", "summed", "terms_in", "trusted_norms"]
@@ -35,13 +36,21 @@ def gram_norms(
     squares, size, floored = blocks[0] if len(blocks) == 1 else torch.stack(blocks).sum(0)
     norms, trusted = trusted_norms(squares, size.square(), left.dtype, dtype)
     trusted &= floored - size <= _TRUST[left.dtype] * norms
+    if is_traced():
+        zero = _is_product_of_nothing(left, right)
+        return norms.masked_fill(zero, 0), trusted | zero
     if not bool(trusted.all()):  # perhaps because there is nothing but zeros
         untrusted = (~trusted).nonzero().squeeze(1)
-        a, b = left[untrusted].flatten(1), right[untrusted].flatten(1)
-        zero = (~a.any(1) & b.isfinite().all(1)) | (~b.any(1) & a.isfinite().all(1))
+        zero = _is_product_of_nothing(left[untrusted], right[untrusted])
         trusted[untrusted] = zero
         norms[untrusted[zero]] = 0
     return norms, trusted
+
+
+def _is_product_of_nothing(left: Tensor, right: Tensor) -> Tensor:
+    """(N,): is one of both sides nothing but zeros, and the other finite?"""
+    a, b = (t.flatten(1).abs().amax(1) for t in (left, right))  # NaN if there is one
+    return ((a == 0) & (b < torch.inf)) | ((b == 0) & (a < torch.inf))
 
 
 def _block(left: Tensor, right: Tensor, start: int, memo: dict[str, Tensor] | None) -> Tensor:

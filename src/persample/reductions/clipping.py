@@ -14,6 +14,7 @@ from .._errors import NonFiniteError
 from ..factors import Factor, bounded_sums, terms_are_bounded
 from ..factors.base import Selection
 from ..factors.bounded import SMALLEST_WEIGHT
+from ..kernels.certificates import certify
 from ..kernels.devices import can_look, looking
 from ..numberless import has_numbers
 from .base import Call, Reduction
@@ -190,9 +191,13 @@ class ClippedSum(Reduction):
         }
         sane = [self._within_range(self._bounds.get(key), norms[key], weights[key]) for key in members]
         sane += [answer.to(self._groups.call.device) for answer in terms_are_bounded(self._factors, space)]
-        if sane and has_numbers(sane[0]) and not bool((torch.cat(sane) if len(sane) > 1 else sane[0]).all()):
-            with looking(True):
-                return self._again().clip()
+        if sane:
+            ordinary = torch.cat(sane) if len(sane) > 1 else sane[0]
+            if not has_numbers(ordinary):
+                certify(ordinary, "a gradient is not finite, vanishes or cancels, or its weight is extreme")
+            elif not bool(ordinary.all()):
+                with looking(True):
+                    return self._again().clip()
         self._dropped: list[int] = []
         if self.nonfinite == "raise":
             self._raise_on_all_ranks(self._dropped)

@@ -12,8 +12,9 @@ from torch import Tensor
 from ..distributed import Ranks
 from ..factors import Dense, Factor, Workspace, split
 from ..factors.dense import is_worth_writing_out
-from ..kernels.devices import can_look
+from ..kernels.devices import launches_cost
 from ..kernels.pages import POOL, recycled
+from ..numberless import faking
 from .base import Call, Reduction
 
 _LEAST_MEMORY = 2**22  # bytes for temporaries, however small the model
@@ -54,7 +55,7 @@ class Run:
     def set_default_memory(self, activation_bytes: int) -> None:
         """Let temporaries take as much memory as the forward pass has kept, unless the caller has given a bound."""
         if not self._memory_is_given:
-            least = _LEAST_MEMORY if can_look(self.call.device) else _ACCELERATORS_LEAST
+            least = _ACCELERATORS_LEAST if launches_cost(self.call.device) else _LEAST_MEMORY
             self._space.limit = max(activation_bytes, least)
 
     def add(self, names: Sequence[str], factor: Factor) -> None:
@@ -81,7 +82,8 @@ class Run:
             return factor
         if not self._has_room(factor, waits=self._keeps_factors):
             return factor
-        return Dense(factor.stack(recycled((factor.batch, *factor.shape), factor.dtype, factor.device)))
+        out = None if faking() else recycled((factor.batch, *factor.shape), factor.dtype, factor.device)
+        return Dense(factor.stack(out))
 
     def _has_room(self, factor: Factor, *, waits: bool) -> bool:
         """Is there memory for the gradients written out? If they wait for the end of the backward, they are counted."""

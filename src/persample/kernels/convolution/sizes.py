@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..devices import can_look
+from ..devices import launches_cost
 from ..geometry import Geometry
 
 __all__ = ["Sizes"]
@@ -41,7 +41,7 @@ class Sizes:
         """Of the convolution with inputs x (B, R, Cin, *S) and cotangents dy (B, R, Cout, *O)."""
         B, R = x.shape[:2]
         spatial = tuple(x.shape[3:]), tuple(dy.shape[3:])
-        return cls(B, R, tuple(weight_size), *spatial, geometry, working_dtype(x), not can_look(x.device))
+        return cls(B, R, tuple(weight_size), *spatial, geometry, working_dtype(x), launches_cost(x.device))
 
     @property
     def is_empty(self) -> bool:

@@ -1,0 +1,51 @@
+"""Certificates: what a traced computation takes for true, said by the graph beside its results.
+
+While a call is traced into a graph there are no numbers to look at, and the graph that comes out of it serves other
+numbers. Where a shorter way is right only for ordinary numbers, the graph says for which samples it was: whoever runs
+the graph answers again, in the long way, where it was not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from torch import Tensor
+
+__all__ = ["Certificate", "certify", "is_traced", "traced"]
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """Bools of any shape, all of which must be true, and what to say if one is not."""
+
+    holds: Tensor
+    doubt: str
+
+
+_certificates: ContextVar[list[Certificate] | None] = ContextVar("certificates", default=None)
+
+
+@contextmanager
+def traced() -> Iterator[list[Certificate]]:
+    """Inside, in this thread, a call is traced into a graph; all that it takes for true is in the list."""
+    certificates: list[Certificate] = []
+    token = _certificates.set(certificates)
+    try:
+        yield certificates
+    finally:
+        _certificates.reset(token)
+
+
+def is_traced() -> bool:
+    """Is the call under way traced into a graph, which can certify?"""
+    return _certificates.get() is not None
+
+
+def certify(holds: Tensor, doubt: str) -> None:
+    """What is computed from here on is right where this holds; without a graph that could say so, nothing happens."""
+    certificates = _certificates.get()
+    if certificates is not None:
+        certificates.append(Certificate(holds, doubt))
