@@ -7,6 +7,7 @@ from . import expanded, nn, testing
 from ._errors import InteractionError, NonFiniteError, PerformanceWarning, UnsupportedError
 from ._version import __version__
 from .call import call_for_per_sample_grads
+from .compiled import CompiledStep, compile
 from .explain import Explanation, explain
 from .factors import Factor
 from .kernels.pages import empty_cache
@@ -33,6 +34,7 @@ __all__ = [
     "Call",
     "ClippedSum",
     "Clipping",
+    "CompiledStep",
     "Dot",
     "Explanation",
     "Factor",
@@ -54,6 +56,7 @@ __all__ = [
     "backward",
     "call_for_per_sample_grads",
     "clipped_sum",
+    "compile",
     "dot",
     "empty_cache",
     "expanded",

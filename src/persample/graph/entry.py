@@ -16,6 +16,7 @@ from torch.autograd.graph import Node
 from .._errors import InteractionError, PerformanceWarning, UnsupportedError
 from ..distributed import is_sharded
 from ..factors import Dense, Factor, Masked, one_by_one
+from ..kernels.certificates import is_traced
 from ..kernels.devices import can_look
 from .execute.bundles import bundle_up
 from .execute.capture import Capture, Sink
@@ -295,6 +296,8 @@ def _report_interaction(ops: Sequence[str], independent: bool) -> None:
         )
         error.ops = tuple(ops)
         raise error
+    if is_traced():
+        raise UnsupportedError(f"samples interact in {where}, where every sample needs a backward of its own")
     _warn(
         f"samples interact in {where}: the answer is the exact Jacobian, at the price of one cotangent per sample for "
         f"everything below."

@@ -37,6 +37,15 @@ def _members(group: Group, key: Hashable) -> tuple[Member, ...]:
     return tuple(group)
 
 
+def by_names(per: Per, params: Mapping[str, Tensor]) -> Per:
+    """The same groups with the names of parameters in place of modules and tensors."""
+    if per is None or isinstance(per, str):
+        return per
+    if isinstance(per, Mapping):
+        return {key: _names(_members(group, key), key, params) for key, group in per.items()}
+    return [_names(_members(group, key), key, params) for key, group in enumerate(per)]
+
+
 @dataclass(frozen=True)
 class Groups:
     """Names of parameters by group."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..factors import Factor
 from ..factors.stacks import real_rows
+from ..numberless import with_numbers
 from .base import Call, Reduction
 
 _ELEMENTS = 2**18  # of a projection matrix at a time; fixed, as the random numbers depend on it
@@ -85,6 +86,7 @@ class Projection:
         """The second of `two_sides`."""
         return self._random(f"{name}/right", m, self.sides[1])
 
+    @with_numbers
     def _random(self, what: str, rows: int, columns: int) -> Tensor:
         """Independent entries with mean 0 and variance 1 / columns, in float32 on the CPU."""
         digest = blake2b(f"{self.seed}/{what}".encode(), digest_size=8).digest()

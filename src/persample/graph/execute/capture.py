@@ -19,7 +19,9 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from ..._errors import UnsupportedError
 from ...factors import Dense, Factor, Masked, combine, split
+from ...kernels.certificates import is_traced
 from ...kernels.streams import Streams
 from ...numberless import NoNumbers
 from ..layout import Block, Layout, labels
@@ -305,7 +307,9 @@ class Capture:
         return self.names[id(self.tape.graph.leaves[leaf])]
 
     def _note_slow(self, site: Site, k: int, notes: dict[tuple[str, str], str]) -> None:
-        """Remember to say that this op was slow, once per parameter."""
+        """Remember to say that this op was slow, once per parameter; a graph would hold it once per sample."""
+        if is_traced():
+            raise UnsupportedError(f"there is no fast rule for {site.name}, or data decide which: it is run for every sample")
         self.record.append((site, k, f"fallback: {self.samples.batch} calls of the node"))
         slot = site.edges[k]
         assert slot is not None

@@ -1,0 +1,83 @@
+"""One build: the graph of a step for inputs of given shapes, compiled."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from .compilers import Runnable, compiled_by
+from .refusal import NotCompiled
+from .trace import Problem, Traced, trace
+
+Backend = str | Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Build:
+    """A compiled step: from the inputs of the losses' graph to its outputs and to results."""
+
+    problem: Problem
+    traced: Traced
+    run: Runnable
+    seconds: float  # that tracing and compiling took
+    draws: bool  # random numbers
+
+    def answer(self, inputs: Sequence[Any]) -> Answer:
+        """Run the step."""
+        traced = self.traced
+        with torch.no_grad():
+            tensors = self.run(*self.problem.tensors(inputs))
+        count = len(tensors) - bool(traced.doubts)
+        doubt = _doubt(tensors[-1], traced.doubts) if traced.doubts else None
+        return Answer(tensors[: traced.outputs], traced.rebuild(iter(tensors[traced.outputs : count])), doubt)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a compiled step has returned."""
+
+    outputs: Sequence[Tensor]  # those of the losses' graph
+    results: tuple[Any, ...]
+    doubt: str | None  # why the results are not to be used
+
+
+def _doubt(holds: Tensor, doubts: Sequence[str]) -> str | None:
+    if bool(holds.all()):
+        return None
+    return next(doubt for doubt, ok in zip(doubts, holds.tolist(), strict=True) if not ok)
+
+
+def build(problem: Problem, inputs: Sequence[Any], backend: Backend) -> Build:
+    """Trace and compile; `NotCompiled` with the reason if that cannot be done."""
+    start = time.perf_counter()
+    traced = trace(problem, inputs)
+    _refuse_random_recomputation(problem.losses_graph, traced.graph)
+    run = compiled(backend, traced.graph, problem.tensors(inputs))
+    return Build(problem, traced, run, time.perf_counter() - start, draws_numbers(traced.graph))
+
+
+def compiled(backend: Backend, graph: GraphModule, inputs: Sequence[Any]) -> Runnable:
+    """`compiled_by`, with errors of the backend as reasons not to compile."""
+    try:
+        return compiled_by(backend, graph, inputs)
+    except Exception as error:  # a backend may raise anything
+        lines = str(error).strip().splitlines() or [""]
+        raise NotCompiled(f"the backend {backend!r} failed with {type(error).__name__}: {lines[0]}") from error
+
+
+def _refuse_random_recomputation(losses_graph: GraphModule, traced: GraphModule) -> None:
+    """A checkpoint draws the same random numbers again when it recomputes; in a graph they would be others."""
+    checkpointed = any("checkpoint" in str(node.target) for node in losses_graph.graph.nodes)
+    if checkpointed and draws_numbers(traced):
+        raise NotCompiled("a checkpointed region draws random numbers, which its recomputation would have to draw again")
+
+
+def draws_numbers(graph: GraphModule) -> bool:
+    """Are there random ops in this graph?"""
+    return any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in graph.graph.nodes)

@@ -1,0 +1,105 @@
+"""A graph that Dynamo has captured of the losses, and what is done when it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from .build import Answer, Build
+
+_under_way: ContextVar[Call | None] = ContextVar("compiled call", default=None)
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of a compiled step: the losses' function runs, and its region leaves here what it has done."""
+
+    regions: list[Region] = field(default_factory=list)
+    inputs: Sequence[Any] = ()  # of the region
+    before: State | None = None  # what the region may have changed, where it matters
+    outputs: Sequence[Any] = ()  # of the region, if it was not compiled
+    answer: Answer | None = None  # if it was
+
+    def run(self, fn: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Call the function that Dynamo watches over."""
+        token = _under_way.set(self)
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            _under_way.reset(token)
+
+
+class Region:
+    """Called by the code that Dynamo makes of the losses' function, in place of the ops that it has captured."""
+
+    def __init__(self, graph: GraphModule) -> None:
+        self.graph = graph
+        self.builds: dict[tuple[Any, ...], Build] = {}  # by the sizes that are not fixed in the graph
+        self.changed: list[int] = []  # inputs that the losses' function changes in place
+        self.draws = True  # random numbers
+
+    def sizes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """Those that the graph leaves open."""
+        return tuple([x for x in inputs if not isinstance(x, Tensor)])
+
+    def __call__(self, *inputs: Any) -> Sequence[Any]:
+        call = _under_way.get()
+        if call is None:  # Dynamo runs it for reasons of its own
+            return self._plainly(inputs)
+        call.regions.append(self)
+        call.inputs = inputs
+        build = self.builds.get(self.sizes(inputs)) if len(call.regions) == 1 else None
+        if build is None:
+            call.before = State.of([t for t in inputs if isinstance(t, Tensor)])
+            call.outputs = self._plainly(inputs)
+            self.changed = call.before.changed()
+            return call.outputs
+        call.before = State.of([inputs[i] for i in self.changed], draws=self.draws)
+        call.answer = build.answer(inputs)
+        return call.answer.outputs
+
+    def _plainly(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        with torch.no_grad():
+            outputs: Sequence[Any] = self.graph(*inputs)
+        return outputs
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Tensors that may be changed in place, with their numbers, and where random generators stand."""
+
+    tensors: Sequence[Tensor]
+    numbers: Sequence[Tensor]
+    versions: Sequence[int]
+    generators: Sequence[Tensor]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], *, draws: bool = True) -> State:
+        """As they are now."""
+        numbers = [t.detach().clone() for t in tensors]
+        return cls(tensors, numbers, [t._version for t in tensors], _generators() if draws else ())
+
+    def changed(self) -> list[int]:
+        """Which of the tensors have been changed since."""
+        return [i for i, (t, v) in enumerate(zip(self.tensors, self.versions, strict=True)) if t._version != v]
+
+    def restore(self) -> None:
+        """Bring all back to what they were."""
+        with torch.no_grad():
+            for i in self.changed():
+                self.tensors[i].copy_(self.numbers[i])
+        if self.generators:
+            torch.set_rng_state(self.generators[0])
+            for device, state in enumerate(self.generators[1:]):
+                torch.cuda.set_rng_state(state, device)
+
+
+def _generators() -> list[Tensor]:
+    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    return [torch.get_rng_state(), *on_gpus]

@@ -1,0 +1,269 @@
+"""`compile`: losses and reductions as one compiled step, and the eager engine wherever that is not right."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._errors import PerformanceWarning
+from ..checks import check_reductions
+from ..distributed import is_sharded
+from ..params import Params, named
+from ..reductions import Reduction
+from ..trees import leaves, tree_map
+from ..verbs import reduce
+from .answers import differing
+from .build import Backend, Build, build
+from .compilers import captured, could_not_capture, too_many_captures
+from .facts import Facts, changes, facts_of
+from .refusal import NotCompiled
+from .region import Call, Region, State
+from .trace import Problem, check_compilable
+
+
+def compile(  # noqa: A001  as PyTorch's own
+    losses_fn: Callable[..., Tensor],
+    params: Params,
+    *reductions: Reduction,
+    backend: Backend = "inductor",
+    dynamic: bool | None = None,
+    max_builds: int = 8,
+    independent: bool = False,
+    max_memory: int | None = None,
+    verbose: bool = True,
+) -> CompiledStep:
+    """``ps.reduce(losses_fn(*batch), params, *reductions)`` as one compiled step.
+
+    >>> import torch, persample as ps
+    >>> from torch.nn import functional as F
+    >>> model = torch.nn.Linear(3, 2)
+    >>> def losses(x, y):
+    ...     return F.cross_entropy(model(x), y, reduction="none")
+    >>> step = ps.compile(losses, model, ps.Norms(), ps.ClippedSum(1.0), backend="aot_eager", verbose=False)
+    >>> norms, total = step(torch.ones(5, 3), torch.zeros(5, dtype=torch.long))
+    >>> norms.shape, total["weight"].shape
+    (torch.Size([5]), torch.Size([2, 3]))
+
+    The first call for arguments of some shapes, and for modes of the model, builds: it traces the losses and the
+    reductions into one graph, compiles it, and compares what it gives with the eager engine. Later calls run the
+    compiled code, with the parameters and buffers as they then are. Where numbers turn up for which its shorter ways
+    are not exact (infinities, cancellation), the eager engine answers that call; and where something cannot be
+    compiled, every call, after a warning that says why.
+
+    Args:
+        losses_fn: from a batch to one loss per sample, (B,). It is captured by ``torch.compile`` (``fullgraph=True``).
+        params: an ``nn.Module`` (its trainable parameters), a mapping from names to leaf tensors, or a sequence.
+        reductions: what to compute, as for ``ps.reduce``.
+        backend: what compiles the graph: the name of a backend of ``torch.compile``, or a function like one.
+        dynamic: as for ``torch.compile``; by default, what varies is taken to vary again.
+        max_builds: how often to build, before the eager engine answers whatever has not been built.
+        independent: refuse samples that interact, as in ``ps.reduce``.
+        max_memory: as for ``ps.reduce``.
+        verbose: say on standard error when something is built, why, and how long it took.
+
+    Returns:
+        A `CompiledStep`: called with a batch, it returns one result per reduction.
+    """
+    if not callable(losses_fn):
+        raise TypeError(f"losses_fn must be a function from a batch to losses, not a {type(losses_fn).__name__}")
+    if not reductions:
+        raise ValueError("compile needs something to compute: write ps.compile(losses_fn, params, ps.Norms())")
+    check_reductions(reductions, max_memory)
+    check_compilable(reductions)
+    named(params)  # which refuses what has no gradients
+    if not isinstance(max_builds, int) or max_builds < 1:
+        raise ValueError(f"max_builds must be a positive integer, not {max_builds!r}")
+    asked = Asked(losses_fn, params, reductions, independent, max_memory)
+    return CompiledStep(asked, backend, dynamic, max_builds, verbose)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be computed, compiled or not."""
+
+    losses_fn: Callable[..., Tensor]
+    params: Params
+    reductions: Sequence[Reduction]
+    independent: bool
+    max_memory: int | None
+
+    def eagerly(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The answer of the eager engine."""
+        return reduce(
+            self.losses_fn(*args, **kwargs),
+            self.params,
+            *self.reductions,
+            independent=self.independent,
+            max_memory=self.max_memory,
+        )
+
+    def problem(self, call: Call, losses: Any) -> Problem:
+        """What is to be traced of a call that has run."""
+        region = _only_region(call)
+        params = named(self.params)
+        sharded = [name for name, p in params.items() if is_sharded(p)]
+        if sharded:
+            raise NotCompiled(f"parameters {sharded} are sharded")
+        found = [i for i, output in enumerate(call.outputs) if output is losses]
+        if not found:
+            raise NotCompiled("losses_fn returns something else than what its captured graph computes")
+        names = {id(p): name for name, p in reversed(params.items())}
+        return Problem(
+            region.graph,
+            found[0],
+            [names.get(id(t)) for t in call.inputs],
+            params,
+            not isinstance(self.params, (nn.Module, Mapping)),
+            self.reductions,
+            self.max_memory,
+            self.independent,
+        )
+
+
+def _only_region(call: Call) -> Region:
+    if len(call.regions) != 1:
+        raise NotCompiled("losses_fn is not captured as one graph" if call.regions else "losses_fn computes nothing")
+    return call.regions[0]
+
+
+class CompiledStep:
+    """A compiled step; made by `compile`.
+
+    Attributes:
+        builds: what was built so far, as text: why, and how long it took.
+        refused: why nothing is compiled, or None.
+        doubts: how many calls the eager engine has answered because of their numbers.
+    """
+
+    def __init__(self, asked: Asked, backend: Backend, dynamic: bool | None, max_builds: int, verbose: bool) -> None:
+        self.builds: list[str] = []
+        self.refused: str | None = None
+        self.doubts = 0
+        self._asked, self._backend, self._max_builds, self._verbose = asked, backend, max_builds, verbose
+        self._facts: Facts | None = None  # of the last build
+        self._full = False  # whether it was said that there are no more builds
+        self._captured = captured(asked.losses_fn, self._enter, dynamic=dynamic, limit=max_builds)
+
+    def _enter(self, graph: Any, _: Sequence[Any]) -> Region:
+        return Region(graph)
+
+    def __repr__(self) -> str:
+        state = f"refused: {self.refused}" if self.refused else f"{len(self.builds)} builds, {self.doubts} doubts"
+        return f"CompiledStep({', '.join(type(r).__name__ for r in self._asked.reductions)}; {state})"
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """One result per reduction, for a batch."""
+        with torch.inference_mode(False), torch.enable_grad():
+            args, kwargs = _outside_of_inference(args), _outside_of_inference(kwargs)
+            if self.refused is not None:
+                return self._asked.eagerly(args, kwargs)
+            call = Call()
+            try:
+                losses = call.run(self._captured, args, kwargs)
+            except Exception as error:
+                return self._after_failure(error, call, args, kwargs)
+            if call.answer is None:
+                return self._first(call, losses, args, kwargs)
+            if call.answer.doubt is None:
+                return call.answer.results
+            return self._again(call, args, kwargs)
+
+    def _after_failure(
+        self, error: Exception, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Any, ...]:
+        """An error of Dynamo's, of the compiled code or of the user's: the eager engine answers, or raises it."""
+        if call.before is not None:
+            call.before.restore()
+        answer = self._asked.eagerly(args, kwargs)
+        if too_many_captures(error):
+            self._say_full()
+        else:
+            kind = "cannot be captured" if could_not_capture(error) else "failed when it ran"
+            self._refuse(f"losses_fn {kind}: {_first_line(error)}")
+        return answer
+
+    def _again(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The numbers of this call are extreme: the eager engine knows what to do, or to say."""
+        assert call.before is not None and call.answer is not None
+        call.before.restore()
+        self.doubts += 1
+        if self.doubts == 1:
+            self._say(f"the eager engine answers a call: {call.answer.doubt}")
+        return self._asked.eagerly(args, kwargs)
+
+    def _first(self, call: Call, losses: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The eager engine answers; and a build is made for the next call, if it gives the same answer."""
+        if call.before is not None:
+            call.before.restore()
+        want = self._asked.eagerly(args, kwargs)  # first: it may have something to say of the arguments
+        if len(self.builds) >= self._max_builds:
+            self._say_full()
+            return want
+        after = None if call.before is None else State.of(call.before.tensors)
+        try:
+            self._build(call, losses, want, facts_of(args, kwargs, self._asked.params))
+        except NotCompiled as reason:
+            self._refuse(str(reason))
+        finally:
+            if after is not None:
+                after.restore()
+        return want
+
+    def _build(self, call: Call, losses: Any, want: tuple[Any, ...], facts: Facts) -> None:
+        why = "first call" if self._facts is None else changes(self._facts, facts)
+        self._say(f"compiling {', '.join(type(r).__name__ for r in self._asked.reductions)} ({why})")
+        self._facts = facts
+        problem, region = self._asked.problem(call, losses), _only_region(call)
+        made = build(problem, call.inputs, self._backend)
+        assert call.before is not None
+        _check(made, call, want)
+        region.builds[region.sizes(call.inputs)] = made
+        region.draws = made.draws
+        self.builds.append(f"{why}: {made.seconds:.1f} s")
+        self._say(f"compiled in {made.seconds:.1f} s")
+
+    def _refuse(self, reason: str) -> None:
+        self.refused = reason
+        warnings.warn(f"ps.compile leaves the work to the eager engine: {reason}", PerformanceWarning, stacklevel=5)
+
+    def _say_full(self) -> None:
+        if not self._full:
+            self._full = True
+            warnings.warn(
+                f"ps.compile has built {len(self.builds)} times (max_builds={self._max_builds}), the last time because "
+                f"{self.builds[-1] if self.builds else 'of nothing'}: the eager engine answers what has not been built",
+                PerformanceWarning,
+                stacklevel=5,
+            )
+
+    def _say(self, message: str) -> None:
+        if self._verbose:
+            print(f"persample: {message}", file=sys.stderr, flush=True)
+
+
+def _check(made: Build, call: Call, want: tuple[Any, ...]) -> None:
+    """Refuse a build whose first answer is not that of the eager engine."""
+    assert call.before is not None
+    call.before.restore()
+    got = made.answer(call.inputs)
+    if got.doubt is None and (where := differing(got.results, want)) is not None:
+        raise NotCompiled(f"the compiled step gives another answer than the eager engine: {where}")
+
+
+def _outside_of_inference(tree: Any) -> Any:
+    """Arguments of which autograd may keep what it needs: copies of tensors that were made in inference mode."""
+    if not any(isinstance(leaf, Tensor) and leaf.is_inference() for leaf in leaves(tree)):
+        return tree
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf, tree)
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
