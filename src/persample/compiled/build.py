@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from .compilers import Runnable, compiled_by
+from .batches import OpenBatch, common_graph
+from .compilers import OpenInputs, Runnable, compiled_by, open_sizes
 from .refusal import NotCompiled
 from .trace import Problem, Traced, trace
 
@@ -27,6 +28,12 @@ class Build:
     run: Runnable
     seconds: float  # that tracing and compiling took
     draws: bool  # random numbers
+    opened: Opened | None = None  # if it is for more than one batch size
+    closed: str | None = None  # why it is for one alone, though the losses' graph is not
+
+    def serves(self, inputs: Sequence[Any]) -> bool:
+        """Is this build, made for other sizes, right for inputs of these?"""
+        return self.opened is not None and self.opened.serves(inputs)
 
     def answer(self, inputs: Sequence[Any]) -> Answer:
         """Run the step."""
@@ -53,13 +60,51 @@ def _doubt(holds: Tensor, doubts: Sequence[str]) -> str | None:
     return next(doubt for doubt, ok in zip(doubts, holds.tolist(), strict=True) if not ok)
 
 
+@dataclass(frozen=True)
+class Opened:
+    """The sizes that a build for an open batch size is right for."""
+
+    batch: OpenBatch
+    inputs: OpenInputs
+
+    def serves(self, inputs: Sequence[Any]) -> bool:
+        """Are all sizes but that of the batch as they were, and is that one right for the code?"""
+        values, size = open_sizes(self.batch.dims, inputs), self.batch.size
+        return {**self.batch.values, size: values[size]} == values and self.inputs.serve(values[size])
+
+
 def build(problem: Problem, inputs: Sequence[Any], backend: Backend) -> Build:
-    """Trace and compile; `NotCompiled` with the reason if that cannot be done."""
+    """Trace and compile, for all batch sizes if that can be done; `NotCompiled` with the reason if neither can."""
     start = time.perf_counter()
     traced = trace(problem, inputs)
     _refuse_random_recomputation(problem.losses_graph, traced.graph)
-    run = compiled(backend, traced.graph, problem.tensors(inputs))
-    return Build(problem, traced, run, time.perf_counter() - start, draws_numbers(traced.graph))
+    batch = OpenBatch.of(problem.losses_graph, problem.losses_at, inputs)
+    run, opened, closed = None, None, None
+    if batch is not None:
+        try:
+            run, opened = _open(problem, traced, batch, inputs, backend)
+        except NotCompiled as reason:
+            closed = str(reason)
+    run = run or compiled(backend, traced.graph, [t.detach() for t in problem.tensors(inputs)])
+    return Build(problem, traced, run, time.perf_counter() - start, draws_numbers(traced.graph), opened, closed)
+
+
+def _open(
+    problem: Problem, traced: Traced, batch: OpenBatch, inputs: Sequence[Any], backend: Backend
+) -> tuple[Runnable, Opened]:
+    """Compile one graph for all batch sizes."""
+    sizes = [batch.now, *batch.others()]
+    graphs = [traced.graph, *[trace(problem, batch.inputs_at(size, inputs)).graph for size in sizes[1:]]]
+    at, dim = batch.place
+    places = problem.tensors_at
+    graph = common_graph(graphs, sizes, places.index(at), dim)
+    given = OpenInputs(
+        problem.tensors(inputs), lambda i, d: i < len(places) and batch.is_open(places[i], d)
+    )
+    run = compiled(backend, graph, given.tensors)
+    if not given.serve(sizes[1]):
+        raise NotCompiled("the backend has fixed the batch size")
+    return run, Opened(batch, given)
 
 
 def compiled(backend: Backend, graph: GraphModule, inputs: Sequence[Any]) -> Runnable:

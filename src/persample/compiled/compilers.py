@@ -6,8 +6,9 @@ checks them. They are imported when something is compiled, as that takes seconds
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,13 +52,6 @@ def compiled_by(backend: str | Callable[..., Any], graph: GraphModule, inputs: S
     return made
 
 
-def backends() -> list[str]:
-    """The names of all backends."""
-    from torch._dynamo import list_backends
-
-    return list(list_backends(exclude_tags=()))
-
-
 @contextmanager
 def drawing_as_eager() -> Iterator[None]:
     """Inside, compile random ops such that they draw the numbers that they draw without a compiler."""
@@ -75,3 +69,101 @@ def traced_graph(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> GraphModul
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return graph
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A size or stride of an input: a number, or an expression of sizes that are open."""
+
+    expression: Any
+    name: str | None  # if it is one of these itself
+
+    @classmethod
+    def of(cls, value: int | torch.SymInt) -> Size:
+        """From what Dynamo knows of a tensor."""
+        if isinstance(value, int):
+            return cls(value, None)
+        expression = value.node.expr
+        return cls(expression, str(expression) if expression.is_Symbol else None)
+
+    def at(self, values: Mapping[str, int]) -> int:
+        """For these values of all open sizes."""
+        if isinstance(self.expression, int):
+            return self.expression
+        return int(self.expression.subs({s: values[str(s)] for s in self.expression.free_symbols}))
+
+
+@dataclass(frozen=True, slots=True)
+class Dims:
+    """Sizes and strides of an input, or the one open size that it is."""
+
+    shape: Sequence[Size]
+    strides: Sequence[Size]
+    is_size: bool
+
+    def like(self, given: Any, values: Mapping[str, int]) -> Any:
+        """An input like this one, for other values of open sizes."""
+        if self.is_size:
+            return self.shape[0].at(values)
+        shape = [n.at(values) for n in self.shape]
+        if shape == list(given.shape):
+            return given
+        strides = [n.at(values) for n in self.strides]
+        made = torch.empty_strided(shape, strides, dtype=given.dtype, device=given.device)
+        return made.requires_grad_(given.requires_grad)
+
+
+def dims_of(graph: GraphModule) -> list[Dims | None] | None:
+    """What Dynamo knows of the inputs of a graph; None where an input is neither a tensor nor a size."""
+    dims: list[Dims | None] = []
+    for node in graph.graph.nodes:
+        if node.op == "placeholder":
+            value = node.meta.get("example_value")
+            if isinstance(value, Tensor):
+                dims.append(Dims([Size.of(n) for n in value.shape], [Size.of(n) for n in value.stride()], False))
+            elif isinstance(value, (int, torch.SymInt)):
+                dims.append(Dims([Size.of(value)], [], True))
+            else:
+                return None
+    return dims
+
+
+def open_sizes(dims: Sequence[Dims | None], inputs: Sequence[Any]) -> dict[str, int]:
+    """The values of open sizes in a call, as far as inputs have them."""
+    values: dict[str, int] = {}
+    for known, given in zip(dims, inputs, strict=True):
+        if known is not None:
+            numbers = [given] if known.is_size else list(given.shape)
+            values |= {size.name: n for size, n in zip(known.shape, numbers, strict=True) if size.name is not None}
+    return values
+
+
+def losses_length(graph: GraphModule, at: int) -> str | None:
+    """The open size that the number of losses is; None if it is fixed, or something else."""
+    (output,) = (node for node in graph.graph.nodes if node.op == "output")
+    value = output.args[0][at].meta.get("example_value")
+    return Size.of(value.shape[0]).name if isinstance(value, Tensor) and value.ndim == 1 else None
+
+
+class OpenInputs:
+    """Tensors without numbers, some of whose dims have an open size, for compilers."""
+
+    def __init__(self, tensors: Sequence[Tensor], is_open: Callable[[int, int], bool]) -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+        self._shapes = ShapeEnv(duck_shape=True)
+        mode = FakeTensorMode(shape_env=self._shapes, allow_non_fake_inputs=True)
+        self.tensors = []
+        for i, t in enumerate(tensors):
+            dims = [DimDynamic.DUCK if is_open(i, d) else DimDynamic.STATIC for d in range(t.ndim)]
+            context: Any = StatelessSymbolicContext(dynamic_sizes=dims)
+            self.tensors.append(mode.from_tensor(t.detach(), symbolic_context=context))
+
+    def serve(self, size: int) -> bool:
+        """Is what was compiled for these right for another size?"""
+        env = self._shapes
+        if any(value.is_number for value in env.replacements.values()):
+            return False
+        free = dict.fromkeys(env.backed_var_to_val, size)
+        return all(bool(guard.expr.subs(free)) for guard in env.guards)

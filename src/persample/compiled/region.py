@@ -44,6 +44,10 @@ class Region:
         self.changed: list[int] = []  # inputs that the losses' function changes in place
         self.draws = True  # random numbers
 
+    def serving(self, inputs: Sequence[Any]) -> Build | None:
+        """A build for other sizes that is right for these, too."""
+        return next((made for made in self.builds.values() if made.serves(inputs)), None)
+
     def sizes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Those that the graph leaves open."""
         return tuple([x for x in inputs if not isinstance(x, Tensor)])

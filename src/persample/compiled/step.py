@@ -203,9 +203,6 @@ class CompiledStep:
         if call.before is not None:
             call.before.restore()
         want = self._asked.eagerly(args, kwargs)  # first: it may have something to say of the arguments
-        if len(self.builds) >= self._max_builds:
-            self._say_full()
-            return want
         after = None if call.before is None else State.of(call.before.tensors)
         try:
             self._build(call, losses, want, facts_of(args, kwargs, self._asked.params))
@@ -217,17 +214,29 @@ class CompiledStep:
         return want
 
     def _build(self, call: Call, losses: Any, want: tuple[Any, ...], facts: Facts) -> None:
-        why = "first call" if self._facts is None else changes(self._facts, facts)
-        self._say(f"compiling {', '.join(type(r).__name__ for r in self._asked.reductions)} ({why})")
-        self._facts = facts
-        problem, region = self._asked.problem(call, losses), _only_region(call)
-        made = build(problem, call.inputs, self._backend)
-        assert call.before is not None
+        region = _only_region(call)
+        made = region.serving(call.inputs)
+        if made is None:
+            made = self._make(call, losses, facts)
+        if made is None:
+            return
         _check(made, call, want)
         region.builds[region.sizes(call.inputs)] = made
         region.draws = made.draws
-        self.builds.append(f"{why}: {made.seconds:.1f} s")
-        self._say(f"compiled in {made.seconds:.1f} s")
+
+    def _make(self, call: Call, losses: Any, facts: Facts) -> Build | None:
+        """A new build, if there may be another one."""
+        if len(self.builds) >= self._max_builds:
+            self._say_full()
+            return None
+        why = "first call" if self._facts is None else changes(self._facts, facts)
+        self._say(f"compiling {', '.join(type(r).__name__ for r in self._asked.reductions)} ({why})")
+        self._facts = facts
+        made = build(self._asked.problem(call, losses), call.inputs, self._backend)
+        sizes = "all batch sizes" if made.opened else f"{len(losses)} samples"
+        self.builds.append(f"{why}: for {sizes}, {made.seconds:.1f} s")
+        self._say(f"compiled for {sizes} in {made.seconds:.1f} s" + (f" ({made.closed})" if made.closed else ""))
+        return made
 
     def _refuse(self, reason: str) -> None:
         self.refused = reason

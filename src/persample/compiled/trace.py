@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from .._errors import UnsupportedError
 from ..kernels.certificates import Certificate, traced
 from ..reductions import Reduction
 from ..reductions.groups import by_names
@@ -50,14 +49,14 @@ class Problem:
         return {name: p for name, p in self.params.items() if name not in self.names}
 
     @cached_property
-    def _tensors_at(self) -> list[int]:
+    def tensors_at(self) -> list[int]:
         """Where there are tensors among the inputs of the graph of the losses."""
         placeholders = [node for node in self.losses_graph.graph.nodes if node.op == "placeholder"]
         return [i for i, node in enumerate(placeholders) if isinstance(node.meta["example_value"], Tensor)]
 
     def tensors(self, inputs: Sequence[Any]) -> list[Tensor]:
         """All tensors that the traced graph is given, from the inputs of the graph of the losses."""
-        return [*[inputs[i] for i in self._tensors_at], *self.unreached.values(), *tensors_of(self.reductions)]
+        return [*[inputs[i] for i in self.tensors_at], *self.unreached.values(), *tensors_of(self.reductions)]
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ def trace(problem: Problem, inputs: Sequence[Any]) -> Traced:
             graph = traced_graph(step, [t.detach() for t in problem.tensors(inputs)])
     except NotCompiled:
         raise
-    except (UnsupportedError, NotImplementedError, RuntimeError, LookupError) as error:
+    except Exception as error:  # the eager engine has answered already: whatever this is, it is about tracing
         raise NotCompiled(_reason(error)) from error
     finally:
         torch.clear_autocast_cache()
