@@ -90,11 +90,12 @@ _OWN = {torch.float64: 1e-6, torch.float32: 2e-3, torch.bfloat16: 0.1, torch.flo
 _LARGEST = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
-def differing(got: Any, want: Any) -> str | None:
+def differing(got: Any, want: Any, narrowest: torch.dtype = torch.float64) -> str | None:
     """What to say of the first tensor in which two results differ by more than rounding; None if there is none.
 
     A gradient that would be zero without rounding (of a bias before a norm) has nothing but rounding errors, of the
-    size of other gradients: all tensors of a result are measured by the largest of them, too.
+    size of other gradients: all tensors of a result are measured by the largest of them, too. ``narrowest`` is the
+    dtype of the fewest digits on the way to them.
     """
     ours, theirs = take_apart(got)[0], take_apart(want)[0]
     if [(t.shape, t.dtype) for t in ours] != [(t.shape, t.dtype) for t in theirs]:
@@ -102,7 +103,7 @@ def differing(got: Any, want: Any) -> str | None:
     largest = max([_size(t) for t in theirs], default=0.0)
     for a, b in zip(ours, theirs, strict=True):
         if b.is_floating_point() or b.is_complex():
-            dtype = b.dtype.to_real()
+            dtype = max(b.dtype.to_real(), narrowest, key=lambda kind: torch.finfo(kind).eps)
             apart = _gap(a, b)
             if not apart <= _OWN.get(dtype, 0.1) * _size(b) + _LARGEST.get(dtype, 0.01) * largest:
                 return f"a tensor of shape {tuple(b.shape)} is off by {apart:.2g}, of {_size(b):.2g}"

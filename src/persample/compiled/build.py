@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,6 +31,13 @@ class Build:
     draws: bool  # random numbers
     opened: Opened | None = None  # if it is for more than one batch size
     closed: str | None = None  # why it is for one alone, though the losses' graph is not
+
+    @cached_property
+    def narrowest(self) -> torch.dtype:
+        """The dtype of the fewest digits that anything is computed in."""
+        values = [node.meta.get("val") for node in self.traced.graph.graph.nodes]
+        found = {t.dtype for t in values if isinstance(t, Tensor) and t.is_floating_point()}
+        return max(found, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
 
     def serves(self, inputs: Sequence[Any]) -> bool:
         """Is this build, made for other sizes, right for inputs of these?"""
@@ -67,6 +75,13 @@ class Opened:
     batch: OpenBatch
     inputs: OpenInputs
 
+    @cached_property
+    def narrowest(self) -> torch.dtype:
+        """The dtype of the fewest digits that anything is computed in."""
+        values = [node.meta.get("val") for node in self.traced.graph.graph.nodes]
+        found = {t.dtype for t in values if isinstance(t, Tensor) and t.is_floating_point()}
+        return max(found, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
+
     def serves(self, inputs: Sequence[Any]) -> bool:
         """Are all sizes but that of the batch as they were, and is that one right for the code?"""
         values, size = open_sizes(self.batch.dims, inputs), self.batch.size
@@ -77,7 +92,6 @@ def build(problem: Problem, inputs: Sequence[Any], backend: Backend) -> Build:
     """Trace and compile, for all batch sizes if that can be done; `NotCompiled` with the reason if neither can."""
     start = time.perf_counter()
     traced = trace(problem, inputs)
-    _refuse_random_recomputation(problem.losses_graph, traced.graph)
     batch = OpenBatch.of(problem.losses_graph, problem.losses_at, inputs)
     run, opened, closed = None, None, None
     if batch is not None:
@@ -114,13 +128,6 @@ def compiled(backend: Backend, graph: GraphModule, inputs: Sequence[Any]) -> Run
     except Exception as error:  # a backend may raise anything
         lines = str(error).strip().splitlines() or [""]
         raise NotCompiled(f"the backend {backend!r} failed with {type(error).__name__}: {lines[0]}") from error
-
-
-def _refuse_random_recomputation(losses_graph: GraphModule, traced: GraphModule) -> None:
-    """A checkpoint draws the same random numbers again when it recomputes; in a graph they would be others."""
-    checkpointed = any("checkpoint" in str(node.target) for node in losses_graph.graph.nodes)
-    if checkpointed and draws_numbers(traced):
-        raise NotCompiled("a checkpointed region draws random numbers, which its recomputation would have to draw again")
 
 
 def draws_numbers(graph: GraphModule) -> bool:

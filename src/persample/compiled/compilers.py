@@ -18,14 +18,44 @@ from torch.fx import GraphModule
 Runnable = Callable[..., Sequence[Any]]
 
 
-def captured(fn: Callable[..., Any], backend: Callable[..., Any], *, dynamic: bool | None, limit: int) -> Any:
+def captured(fn: Callable[..., Any], backend: Callable[..., Any], *, dynamic: bool | None, limit: int) -> Callable[..., Any]:
     """``fn``, whose calls run what ``backend`` makes of the graph that Dynamo captures of them: whole, or not at all.
 
     Captures of other steps with the same function do not count against its ``limit``.
     """
-    return torch.compile(
+    watched = torch.compile(
         fn, backend=backend, fullgraph=True, dynamic=dynamic, recompile_limit=limit, isolate_recompiles=True
     )
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return watched(*args, **kwargs)
+        except RuntimeError as error:
+            if "allow_rnn" not in str(error):
+                raise
+        from torch._dynamo import config
+
+        with config.patch(allow_rnn=True):  # by default, Dynamo leaves recurrent layers alone
+            return watched(*args, **kwargs)
+
+    return call
+
+
+def without_checkpoints(graph: GraphModule) -> GraphModule:
+    """The same graph, in which checkpointed regions keep what they compute: compilers decide that by themselves."""
+    checkpoint = torch.ops.higher_order.tag_activation_checkpoint
+    for node in list(graph.graph.nodes):
+        if node.op == "call_function" and node.target is checkpoint:
+            with graph.graph.inserting_before(node):
+                inside = graph.graph.call_module(node.args[0].target, tuple(node.args[1:]))
+            inside.meta = dict(node.meta)
+            node.replace_all_uses_with(inside)
+            graph.graph.erase_node(node)
+    graph.recompile()
+    for child in graph.children():
+        if isinstance(child, GraphModule):
+            without_checkpoints(child)
+    return graph
 
 
 def could_not_capture(error: Exception) -> bool:

@@ -69,7 +69,7 @@ class Region:
         return call.answer.outputs
 
     def _plainly(self, inputs: Sequence[Any]) -> Sequence[Any]:
-        with torch.no_grad():
+        with torch.enable_grad():  # there may be hooks
             outputs: Sequence[Any] = self.graph(*inputs)
         return outputs
 

@@ -20,7 +20,7 @@ from ..trees import leaves, tree_map
 from ..verbs import reduce
 from .answers import differing
 from .build import Backend, Build, build
-from .compilers import captured, could_not_capture, too_many_captures
+from .compilers import captured, could_not_capture, too_many_captures, without_checkpoints
 from .facts import Facts, changes, facts_of
 from .refusal import NotCompiled
 from .region import Call, Region, State
@@ -151,7 +151,7 @@ class CompiledStep:
         self._captured = captured(asked.losses_fn, self._enter, dynamic=dynamic, limit=max_builds)
 
     def _enter(self, graph: Any, _: Sequence[Any]) -> Region:
-        return Region(graph)
+        return Region(without_checkpoints(graph))
 
     def __repr__(self) -> str:
         state = f"refused: {self.refused}" if self.refused else f"{len(self.builds)} builds, {self.doubts} doubts"
@@ -262,7 +262,7 @@ def _check(made: Build, call: Call, want: tuple[Any, ...]) -> None:
     assert call.before is not None
     call.before.restore()
     got = made.answer(call.inputs)
-    if got.doubt is None and (where := differing(got.results, want)) is not None:
+    if got.doubt is None and (where := differing(got.results, want, made.narrowest)) is not None:
         raise NotCompiled(f"the compiled step gives another answer than the eager engine: {where}")
 
 

@@ -167,5 +167,7 @@ def _refuse_large_constants(graph: GraphModule) -> None:
 
 
 def _reason(error: Exception) -> str:
+    if isinstance(error, TypeError) and "SymInt" in str(error):
+        return "numbers decide the sizes of tensors"
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
