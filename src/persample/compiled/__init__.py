@@ -1,13 +1,13 @@
 """Compiled steps: losses and reductions traced into one graph, which a compiler makes fast code of.
 
-    step.py      `compile`: the public function, and what happens at each call
-    region.py    a graph that Dynamo has captured of the losses, and the builds for its sizes
-    build.py     one build: traced, compiled, compared with the eager engine
-    trace.py     the engine of this package, run on tensors without numbers, written down as a graph
-    batches.py   one graph for all batch sizes, from traces of a few
-    answers.py   results taken apart into tensors, and put together again
-    facts.py     what a build depends on, and how to say what has changed
-    compilers.py what is used of PyTorch's compilers
+step.py      `compile`: the public function, and what happens at each call
+region.py    a graph that Dynamo has captured of the losses, and the builds for its sizes
+build.py     one build: traced, compiled, compared with the eager engine
+trace.py     the engine of this package, run on tensors without numbers, written down as a graph
+batches.py   one graph for all batch sizes, from traces of a few
+answers.py   results taken apart into tensors, and put together again
+facts.py     what a build depends on, and how to say what has changed
+compilers.py what is used of PyTorch's compilers
 """
 
 from .step import CompiledStep, compile

@@ -83,7 +83,7 @@ def common_graph(graphs: Sequence[GraphModule], sizes: Sequence[int], at: int, d
             raise NotCompiled("a table of which sample is where depends on the batch size")
         args, kwargs = merger.merge([n.args for n in alike]), merger.merge([n.kwargs for n in alike])
         copies[first] = merged.create_node(first.op, first.target, args, kwargs, first.name)
-        merger.indices.update({n: position for n in alike})
+        merger.indices.update(dict.fromkeys(alike, position))
         if position == count - 1:
             placeholders = [n for n in merged.nodes if n.op == "placeholder"]
             merger.size = merged.call_function(torch.ops.aten.sym_size.int, (placeholders[at], dim))

@@ -6,8 +6,7 @@ checks them. They are imported when something is compiled, as that takes seconds
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,14 +17,15 @@ from torch.fx import GraphModule
 Runnable = Callable[..., Sequence[Any]]
 
 
-def captured(fn: Callable[..., Any], backend: Callable[..., Any], *, dynamic: bool | None, limit: int) -> Callable[..., Any]:
+def captured(
+    fn: Callable[..., Any], backend: Callable[..., Any], *, dynamic: bool | None, limit: int
+) -> Callable[..., Any]:
     """``fn``, whose calls run what ``backend`` makes of the graph that Dynamo captures of them: whole, or not at all.
 
     Captures of other steps with the same function do not count against its ``limit``.
     """
-    watched = torch.compile(
-        fn, backend=backend, fullgraph=True, dynamic=dynamic, recompile_limit=limit, isolate_recompiles=True
-    )
+    options: Any = {"recompile_limit": limit, "isolate_recompiles": True}  # of which its types know nothing
+    watched = torch.compile(fn, backend=backend, fullgraph=True, dynamic=dynamic, **options)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -77,18 +77,15 @@ def compiled_by(backend: str | Callable[..., Any], graph: GraphModule, inputs: S
     from torch._dynamo import lookup_backend
 
     compiler = lookup_backend(backend) if isinstance(backend, str) else backend
-    with torch.no_grad(), drawing_as_eager():
+    from torch._inductor import config
+
+    with torch.no_grad(), config.patch(_INDUCTOR):
         made: Runnable = compiler(graph, list(inputs))
     return made
 
 
-@contextmanager
-def drawing_as_eager() -> Iterator[None]:
-    """Inside, compile random ops such that they draw the numbers that they draw without a compiler."""
-    from torch._inductor import config
-
-    with config.patch(fallback_random=True):
-        yield
+# Random ops draw the numbers that they draw without a compiler; and that inputs are as they were is known before.
+_INDUCTOR = {"fallback_random": True, "size_asserts": False}
 
 
 def traced_graph(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> GraphModule:

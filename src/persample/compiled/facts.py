@@ -23,9 +23,12 @@ def facts_of(args: Sequence[Any], kwargs: Mapping[str, Any], params: Params) -> 
     if isinstance(params, nn.Module):
         training = sum(module.training for module in params.modules())
         facts["modules in training mode"] = str(training)
-    facts["autocast"] = ", ".join(
-        f"{kind} {torch.get_autocast_dtype(kind)}" for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
-    ) or "off"
+    facts["autocast"] = (
+        ", ".join(
+            f"{kind} {torch.get_autocast_dtype(kind)}" for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
+        )
+        or "off"
+    )
     trained = list(named(params))
     facts["trained parameters"] = f"{len(trained)}: {', '.join(trained[:3])}" + ("..." if len(trained) > 3 else "")
     return facts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from .build import Answer, Build
+from .trace import Problem
 
 _under_way: ContextVar[Call | None] = ContextVar("compiled call", default=None)
 
@@ -44,9 +45,13 @@ class Region:
         self.changed: list[int] = []  # inputs that the losses' function changes in place
         self.draws = True  # random numbers
 
-    def serving(self, inputs: Sequence[Any]) -> Build | None:
-        """A build for other sizes that is right for these, too."""
-        return next((made for made in self.builds.values() if made.serves(inputs)), None)
+    def serving(self, problem: Problem, inputs: Sequence[Any]) -> Build | None:
+        """A build for other sizes or other parameters that is right for these, too."""
+        sizes = self.sizes(inputs)
+        for known, made in self.builds.items():
+            if made.problem.is_like(problem) and (known == sizes or made.serves(inputs)):
+                return replace(made, problem=problem)
+        return None
 
     def sizes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Those that the graph leaves open."""
@@ -59,7 +64,7 @@ class Region:
         call.regions.append(self)
         call.inputs = inputs
         build = self.builds.get(self.sizes(inputs)) if len(call.regions) == 1 else None
-        if build is None:
+        if build is None or not build.problem.is_of(inputs):
             call.before = State.of([t for t in inputs if isinstance(t, Tensor)])
             call.outputs = self._plainly(inputs)
             self.changed = call.before.changed()

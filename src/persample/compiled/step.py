@@ -24,10 +24,10 @@ from .compilers import captured, could_not_capture, too_many_captures, without_c
 from .facts import Facts, changes, facts_of
 from .refusal import NotCompiled
 from .region import Call, Region, State
-from .trace import Problem, check_compilable
+from .trace import Problem, check_compilable, kinds_of
 
 
-def compile(  # noqa: A001  as PyTorch's own
+def compile(
     losses_fn: Callable[..., Tensor],
     params: Params,
     *reductions: Reduction,
@@ -123,6 +123,7 @@ class Asked:
             self.reductions,
             self.max_memory,
             self.independent,
+            kinds_of(self.reductions),
         )
 
 
@@ -157,7 +158,7 @@ class CompiledStep:
         state = f"refused: {self.refused}" if self.refused else f"{len(self.builds)} builds, {self.doubts} doubts"
         return f"CompiledStep({', '.join(type(r).__name__ for r in self._asked.reductions)}; {state})"
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """One result per reduction, for a batch."""
         with torch.inference_mode(False), torch.enable_grad():
@@ -191,7 +192,8 @@ class CompiledStep:
 
     def _again(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         """The numbers of this call are extreme: the eager engine knows what to do, or to say."""
-        assert call.before is not None and call.answer is not None
+        assert call.before is not None
+        assert call.answer is not None
         call.before.restore()
         self.doubts += 1
         if self.doubts == 1:
@@ -215,16 +217,15 @@ class CompiledStep:
 
     def _build(self, call: Call, losses: Any, want: tuple[Any, ...], facts: Facts) -> None:
         region = _only_region(call)
-        made = region.serving(call.inputs)
-        if made is None:
-            made = self._make(call, losses, facts)
+        problem = self._asked.problem(call, losses)
+        made = region.serving(problem, call.inputs) or self._make(problem, call.inputs, facts, len(losses))
         if made is None:
             return
         _check(made, call, want)
         region.builds[region.sizes(call.inputs)] = made
         region.draws = made.draws
 
-    def _make(self, call: Call, losses: Any, facts: Facts) -> Build | None:
+    def _make(self, problem: Problem, inputs: Sequence[Any], facts: Facts, samples: int) -> Build | None:
         """A new build, if there may be another one."""
         if len(self.builds) >= self._max_builds:
             self._say_full()
@@ -232,8 +233,8 @@ class CompiledStep:
         why = "first call" if self._facts is None else changes(self._facts, facts)
         self._say(f"compiling {', '.join(type(r).__name__ for r in self._asked.reductions)} ({why})")
         self._facts = facts
-        made = build(self._asked.problem(call, losses), call.inputs, self._backend)
-        sizes = "all batch sizes" if made.opened else f"{len(losses)} samples"
+        made = build(problem, inputs, self._backend)
+        sizes = "all batch sizes" if made.opened else f"{samples} samples"
         self.builds.append(f"{why}: for {sizes}, {made.seconds:.1f} s")
         self._say(f"compiled for {sizes} in {made.seconds:.1f} s" + (f" ({made.closed})" if made.closed else ""))
         return made

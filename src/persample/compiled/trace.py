@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from ..kernels.certificates import Certificate, traced
+from ..params import named
 from ..reductions import Reduction
 from ..reductions.groups import by_names
 from ..reductions.sums import Stack
@@ -42,6 +43,7 @@ class Problem:
     reductions: Sequence[Reduction]
     max_memory: int | None
     independent: bool
+    kinds: Sequence[Any]  # of the tensors that reductions are made with
 
     @cached_property
     def unreached(self) -> dict[str, Tensor]:
@@ -57,6 +59,24 @@ class Problem:
     def tensors(self, inputs: Sequence[Any]) -> list[Tensor]:
         """All tensors that the traced graph is given, from the inputs of the graph of the losses."""
         return [*[inputs[i] for i in self.tensors_at], *self.unreached.values(), *tensors_of(self.reductions)]
+
+    @cached_property
+    def reached(self) -> list[tuple[int, Tensor]]:
+        """The parameters among the inputs of the graph of the losses."""
+        return [(i, self.params[name]) for i, name in enumerate(self.names) if name is not None]
+
+    def is_of(self, inputs: Sequence[Any]) -> bool:
+        """Are the parameters still these, and reductions made with tensors like those of then?
+
+        Dynamo watches over all that the losses depend on, but not over that.
+        """
+        return all(inputs[i] is p for i, p in self.reached) and kinds_of(self.reductions) == self.kinds
+
+    def is_like(self, other: Problem) -> bool:
+        """Is the graph of one that of the other, whatever the parameters are?"""
+        return (self.losses_graph, self.losses_at, list(self.names), self.kinds) == (
+            other.losses_graph, other.losses_at, list(other.names), other.kinds
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -129,6 +149,11 @@ def tensors_of(reductions: Sequence[Reduction]) -> list[Tensor]:
     return [t.detach() for r in reductions for t in leaves(_settings(r)) if isinstance(t, Tensor)]
 
 
+def kinds_of(reductions: Sequence[Reduction]) -> list[Any]:
+    """What a graph depends on of `tensors_of`."""
+    return [(t.shape, t.stride(), t.dtype, t.device) for t in tensors_of(reductions)]
+
+
 def with_tensors(
     reductions: Sequence[Reduction], tensors: Sequence[Tensor], params: Mapping[str, Tensor]
 ) -> list[Reduction]:
@@ -146,10 +171,7 @@ def with_tensors(
 def _settings(reduction: Reduction) -> dict[str, Any]:
     """The attributes of a reduction that may hold tensors; groups of parameters are no such thing."""
     settings = {key: value for key, value in vars(reduction).items() if key != "per"}
-    return {
-        key: {name: p for name, p in value.named_parameters() if p.requires_grad} if isinstance(value, nn.Module) else value
-        for key, value in settings.items()
-    }
+    return {key: named(value) if isinstance(value, nn.Module) else value for key, value in settings.items()}
 
 
 def check_compilable(reductions: Sequence[Reduction]) -> None:
