@@ -22,6 +22,7 @@ LAYERS = [
     "expanded",
     "rerun",
     "top",
+    "compiled",
     "testing",
     "audit",
     "dp",

@@ -44,6 +44,7 @@ KEEPERS = {
     "FSDP2 and sharded tensors": Keeper("distributed/shards.py", "distributed/test_names.py"),
     "tensors without numbers": Keeper("numberless.py", "test_numberless.py"),
     "ops as they are dispatched": Keeper("testing/counting.py", "device/test_counting.py"),
+    "Dynamo, compilers and open sizes": Keeper("compiled/compilers.py", "compiled/test_compilers.py"),
     "kernels below autograd": Keeper("kernels/library.py", "kernels/test_library.py"),
 }
 MODULES = {keeper.module for keeper in KEEPERS.values()}

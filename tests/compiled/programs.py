@@ -1,9 +1,10 @@
-"""Programs of the case library as compiled steps, built on some data and run on others."""
+"""Programs as compiled steps, built on some numbers and run on others: nothing of the first may survive in the code."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -19,39 +20,35 @@ def program_of(case: Case, B: int) -> tuple[Params, Callable[[], Tensor]]:
     """Parameters and losses of a case, without what the library puts around them, which Dynamo cannot capture."""
     made = case.build.args[0]  # type: ignore[attr-defined]
     with _surroundings(made):
-        params, program = made.build(B)
-    return params, program
+        program: tuple[Params, Callable[[], Tensor]] = made.build(B)
+    return program
 
 
-def around(case: Case) -> Any:
+def around(case: Case) -> AbstractContextManager[None]:
     """Seed and default dtype of a case, for calls of its program."""
     return _surroundings(case.build.args[0])  # type: ignore[attr-defined]
 
 
-class Inputs:
-    """Inside, writes down the tensors that a captured program is given."""
+@contextmanager
+def inputs_of_calls() -> Iterator[list[Tensor]]:
+    """Inside, the list holds the tensors that the last captured program was given."""
+    tensors: list[Tensor] = []
+    run = Call.run
 
-    def __init__(self) -> None:
-        self.tensors: list[Tensor] = []
+    def noting(call: Call, *args: Any) -> Any:
+        result = run(call, *args)
+        tensors[:] = [t for t in call.inputs if isinstance(t, Tensor)]
+        return result
 
-    def __enter__(self) -> Inputs:
-        self._run = Call.run
-        inputs, run = self.tensors, Call.run
-
-        def noting(call: Call, fn: Any, args: Any, kwargs: Any) -> Any:
-            result = run(call, fn, args, kwargs)
-            inputs[:] = [t for t in call.inputs if isinstance(t, Tensor)]
-            return result
-
-        Call.run = noting  # type: ignore[method-assign]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        Call.run = self._run  # type: ignore[method-assign]
+    Call.run = noting  # type: ignore[method-assign]
+    try:
+        yield tensors
+    finally:
+        Call.run = run  # type: ignore[method-assign]
 
 
-def other_numbers(tensors: list[Tensor], params: Params, *, integers: bool = True) -> None:
-    """Change data and weights in place: floating-point numbers by some percent, integers and bools by their order."""
+def change_numbers(tensors: list[Tensor], params: Params, *, integers: bool) -> None:
+    """Change data and weights in place: floating-point numbers by some percent, integers by their order."""
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for t in {id(t): t for t in [*tensors, *named(params).values()]}.values():
@@ -65,17 +62,17 @@ def other_numbers(tensors: list[Tensor], params: Params, *, integers: bool = Tru
 
 def compiled_twice(
     case: Case, B: int, *reductions: ps.Reduction, backend: str
-) -> tuple[ps.CompiledStep, tuple[Any, ...], tuple[Any, ...]]:
-    """A step that was built on a case's data and run on others; what it gives there, and the eager engine's answer."""
+) -> tuple[ps.CompiledStep, tuple[Any, ...], Tensor, Params]:
+    """A step that was built on a case's numbers and run on others: what it gives there, and losses to compare with."""
     params, program = program_of(case, B)
-    with warnings.catch_warnings(), around(case):
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         step = ps.compile(program, params, *reductions, backend=backend, verbose=False)
-        with Inputs() as inputs:
+        with inputs_of_calls() as inputs, around(case):
             step()
-        other_numbers(inputs.tensors, params, integers="offset" not in case.name)
+        change_numbers(inputs, params, integers="offset" not in case.name)
         with around(case):
             got = step()
         with around(case):
-            want = ps.reduce(program(), params, *reductions)
-    return step, got, want
+            losses = program()
+    return step, got, losses, params

@@ -86,7 +86,7 @@ def common_graph(graphs: Sequence[GraphModule], sizes: Sequence[int], at: int, d
         merger.indices.update(dict.fromkeys(alike, position))
         if position == count - 1:
             placeholders = [n for n in merged.nodes if n.op == "placeholder"]
-            merger.size = merged.call_function(torch.ops.aten.sym_size.int, (placeholders[at], dim))
+            merger.size = merged.call_method("size", (placeholders[at], dim))
     made = GraphModule(graphs[0], merged)
     made.graph.eliminate_dead_code()
     made.recompile()

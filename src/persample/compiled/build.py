@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from .batches import OpenBatch, common_graph
-from .compilers import OpenInputs, Runnable, compiled_by, open_sizes
+from .compilers import OpenInputs, Runnable, compiled_by, open_sizes, without_autocast
 from .refusal import NotCompiled
 from .trace import Problem, Traced, trace
 
@@ -56,7 +56,7 @@ class Build:
     def answer(self, inputs: Sequence[Any]) -> Answer:
         """Run the step."""
         traced = self.traced
-        with torch.no_grad():
+        with torch.no_grad(), without_autocast():
             tensors = self.run(*self.problem.tensors(inputs))
         end = len(tensors) - bool(traced.doubts)
         doubt = _doubt(tensors[-1], traced.doubts) if traced.doubts else None

@@ -7,6 +7,7 @@ checks them. They are imported when something is compiled, as that takes seconds
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,7 +70,23 @@ def too_many_captures(error: Exception) -> bool:
     """Was this raised by Dynamo because a function has been captured as often as it may be?"""
     from torch._dynamo.exc import FailOnRecompileLimitHit
 
-    return isinstance(error, FailOnRecompileLimitHit)
+    return isinstance(error, FailOnRecompileLimitHit) or "recompile limit exceeded" in str(error)
+
+
+def check_backend(backend: str | Callable[..., Any]) -> None:
+    """Refuse what is not the name of a backend, or a function like one."""
+    from torch._dynamo import list_backends, lookup_backend
+    from torch._dynamo.exc import InvalidBackend
+
+    if not isinstance(backend, str):
+        if not callable(backend):
+            raise TypeError(f"backend must be a name or a function, not a {type(backend).__name__}")
+        return
+    try:
+        lookup_backend(backend)
+    except InvalidBackend as error:
+        names = ", ".join(sorted({"eager", "aot_eager", *list_backends()}))
+        raise ValueError(f"there is no backend {backend!r} of torch.compile; there are {names}") from error
 
 
 def compiled_by(backend: str | Callable[..., Any], graph: GraphModule, inputs: Sequence[Any]) -> Runnable:
@@ -79,13 +96,27 @@ def compiled_by(backend: str | Callable[..., Any], graph: GraphModule, inputs: S
     compiler = lookup_backend(backend) if isinstance(backend, str) else backend
     from torch._inductor import config
 
-    with torch.no_grad(), config.patch(_INDUCTOR):
+    with torch.no_grad(), without_autocast(), config.patch(_INDUCTOR):
         made: Runnable = compiler(graph, list(inputs))
     return made
 
 
 # Random ops draw the numbers that they draw without a compiler; and that inputs are as they were is known before.
 _INDUCTOR = {"fallback_random": True, "size_asserts": False}
+
+
+def without_autocast() -> AbstractContextManager[object]:
+    """A context in which graphs, which have their casts, get no more of them."""
+    on = [kind for kind in _AUTOCAST if torch.is_autocast_enabled(kind)]
+    if not on:
+        return nullcontext()
+    stack = ExitStack()
+    for kind in on:
+        stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack
+
+
+_AUTOCAST = ("cpu", "cuda", "xpu", "mps")
 
 
 def traced_graph(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> GraphModule:

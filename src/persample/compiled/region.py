@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from ..graph.read.saved import version
 from .build import Answer, Build
 from .trace import Problem
 
@@ -92,11 +93,11 @@ class State:
     def of(cls, tensors: Sequence[Tensor], *, draws: bool = True) -> State:
         """As they are now."""
         numbers = [t.detach().clone() for t in tensors]
-        return cls(tensors, numbers, [t._version for t in tensors], _generators() if draws else ())
+        return cls(tensors, numbers, [version(t) for t in tensors], _generators() if draws else ())
 
     def changed(self) -> list[int]:
         """Which of the tensors have been changed since."""
-        return [i for i, (t, v) in enumerate(zip(self.tensors, self.versions, strict=True)) if t._version != v]
+        return [i for i, (t, v) in enumerate(zip(self.tensors, self.versions, strict=True)) if version(t) != v]
 
     def restore(self) -> None:
         """Bring all back to what they were."""

@@ -20,7 +20,7 @@ from ..trees import leaves, tree_map
 from ..verbs import reduce
 from .answers import differing
 from .build import Backend, Build, build
-from .compilers import captured, could_not_capture, too_many_captures, without_checkpoints
+from .compilers import captured, check_backend, could_not_capture, too_many_captures, without_checkpoints
 from .facts import Facts, changes, facts_of
 from .refusal import NotCompiled
 from .region import Call, Region, State
@@ -77,6 +77,7 @@ def compile(
     check_reductions(reductions, max_memory)
     check_compilable(reductions)
     named(params)  # which refuses what has no gradients
+    check_backend(backend)
     if not isinstance(max_builds, int) or max_builds < 1:
         raise ValueError(f"max_builds must be a positive integer, not {max_builds!r}")
     asked = Asked(losses_fn, params, reductions, independent, max_memory)

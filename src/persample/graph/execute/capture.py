@@ -309,9 +309,7 @@ class Capture:
     def _note_slow(self, site: Site, k: int, notes: dict[tuple[str, str], str]) -> None:
         """Remember to say that this op was slow, once per parameter; a graph would hold it once per sample."""
         if is_traced():
-            raise UnsupportedError(
-                f"there is no fast rule for {site.name}, or data decide which: it is run for every sample"
-            )
+            raise UnsupportedError(f"samples go through {site.name} one at a time, as there is no rule or data decide")
         self.record.append((site, k, f"fallback: {self.samples.batch} calls of the node"))
         slot = site.edges[k]
         assert slot is not None
