@@ -12,7 +12,7 @@ BY_CPU := tests/kernels tests/factors tests/reductions tests/nn tests/benchmarks
 
 .DEFAULT_GOAL := help
 .PHONY: help demo fuzz test test-all test-torch lint docs dist clean
-.PHONY: bench bench-docs bench-expanded bench-launches bench-monitor bench-pages bench-parts bench-peers bench-private bench-scaling bench-sensitivity
+.PHONY: bench bench-compiled bench-docs bench-expanded bench-launches bench-monitor bench-pages bench-parts bench-peers bench-private bench-scaling bench-sensitivity
 
 help:
 	@echo "make demo      finds wrong labels, trains privately, checks itself; writes build/demo.html (a minute)"
@@ -21,6 +21,7 @@ help:
 	@echo "make test-torch TORCH=2.15.0      the tests with a release of torch (default: the newest), installed beside"
 	@echo "make fuzz      random programs against the definition, MINUTES=10 of them, from SEED= on"
 	@echo "make bench     the benchmarks (8 minutes); make bench-expanded: against PyTorch's expanded weights"
+	@echo "make bench-compiled               steps of ps.compile, and models that torch.compile compiled (20 minutes)"
 	@echo "make bench-private                private training steps beside Opacus, part of make bench (2 minutes)"
 	@echo "make bench-peers, bench-scaling   against Opacus, BackPACK, torch.func; how cost grows (10 minutes each)"
 	@echo "make bench-parts                  what the time of ps.norms is made of (2 minutes)"
@@ -66,6 +67,7 @@ fuzz: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.run --json $(RESULTS)/bench.json
+	$(MAKE) bench-compiled
 	$(MAKE) bench-private
 
 # The peers bring no torch with them: theirs is the one in constraints.txt.
@@ -78,6 +80,11 @@ $(PEERS_STAMP): pyproject.toml constraints.txt benchmarks/peers.txt
 
 bench-peers: $(PEERS_STAMP)
 	$(PEERS)/bin/python -m benchmarks.run --peers --json $(RESULTS)/peers.json
+
+# Compilers take most of the time. Nothing that was compiled before is found: it would be what is measured.
+bench-compiled: $(STAMP)
+	TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 $(BIN)/python -m benchmarks.run --compiled --no-memory --json docs/benchmarks/compiled.json
+	$(BIN)/python -m benchmarks.tables docs/benchmarks.md
 
 bench-private: $(PEERS_STAMP)
 	$(PEERS)/bin/python -m benchmarks.private --json $(RESULTS)/private.json

@@ -13,7 +13,7 @@ from persample.graph.entry import capture, planned
 from persample.graph.read.nodes import NodeSlot
 from persample.graph.read.roots import Roots
 
-from . import peers
+from . import compiled, peers
 from .contender import MAX_NORM, Contender, from_losses
 from .workloads import Task
 
@@ -100,7 +100,14 @@ TABLE = [
     Method("backpack-grad", "BackPACK", "gradients", peers.backpack_grad, needs="backpack"),
     Method("backpack-norms", "BackPACK norms", "norms", peers.backpack_norms, needs="backpack"),
 ]
-METHODS = {m.name: m for m in [PLAIN, *TABLE]}
+COMPILED_TABLE = [
+    Method("compiled-plain", "plain step, torch.compile", "plain", compiled.plain),
+    Method("compiled-norms", "ps.compile norms", "norms", compiled.norms),
+    Method("compiled-clipped_sum", "ps.compile clipped_sum", "clipped sums", compiled.clipped_sum),
+    Method("norms-of-compiled", "ps.norms, model compiled", "norms", compiled.norms_of_compiled),
+]
+METHODS = {m.name: m for m in [PLAIN, *TABLE, *COMPILED_TABLE]}
 OURS = ["plain", "plan", "bare", "capture", "norms", "clipped_sum", "grad_out", "grad"]
 PARTS = ["plain", *(m.name for m in TABLE if m.kind == "engine"), "norms"]
+COMPILED = ["plain", "norms", "clipped_sum", *(m.name for m in COMPILED_TABLE)]
 AGAINST_PEERS = ["plain", *(m.name for m in TABLE if m.kind != "engine")]

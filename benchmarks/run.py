@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from . import environment
-from .methods import AGAINST_PEERS, METHODS, OURS, PARTS
+from .methods import AGAINST_PEERS, COMPILED, METHODS, OURS, PARTS
 from .processes import run_worker
 from .workloads import DEFAULT, MAIN, WORKLOADS
 
+COMPILING = 900  # seconds that a method may take, with a compiler
 DISTURBED = 0.1  # cores used by others; threads that wait for each other suffer most
 FULL = {"rounds": 100, "budget": 2.5, "fewest": 3, "warm-up": 1}
 SHORT = {**FULL, "budget": 1.0}  # for what nobody is compared with
@@ -29,18 +30,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print a figure as soon as it is known, and write the JSON at the end."""
     args = _arguments(argv)
     workloads = args.workloads or (MAIN if args.peers else DEFAULT)
-    methods = args.methods or (AGAINST_PEERS if args.peers else PARTS if args.parts else OURS)
+    suites = {"peers": AGAINST_PEERS, "parts": PARTS, "compiled": COMPILED}
+    methods = args.methods or next((names for suite, names in suites.items() if getattr(args, suite)), OURS)
     torch.set_num_threads(args.threads)
     where = environment.describe()
     print(heading(where), flush=True)
-    print(f"{'workload':<12}{'B':>4}" + "".join(f"{name:>16}" for name in methods), flush=True)
+    print(f"{'workload':<12}{'B':>4}" + "".join(f"{name:>22}" for name in methods), flush=True)
     rows = []
     for workload in workloads:
         print(f"{workload:<12}{WORKLOADS[workload].batch:>4}", end="", flush=True)
         for method in methods:
-            row = measured(method, [workload], worker_options(_effort(method, args.quick), args))[0]
+            options = worker_options(_effort(method, args.quick), args)
+            row = measured(method, [workload], options, COMPILING if "compiled" in method else 120)[0]
             rows.append(row)
-            print(f"{cell(row):>16}", end="", flush=True)
+            print(f"{cell(row):>22}", end="", flush=True)
         print()
     print("\n".join(["", *_memory_table(rows, workloads, methods), "", *notes(rows)]))
     write(args.json, report(where, rows))
@@ -103,7 +106,8 @@ def cell(row: dict[str, Any]) -> str:
         return str(row["status"])
     if row["method"] == "plain":
         return f"{row['ms']['median']:.1f} ms"
-    return f"{row['ratio']['median']:.2f} ({row['ratio']['min']:.2f})"
+    built = f" {row['seconds_before']:.0f}s" if "compiled" in row["method"] else ""
+    return f"{row['ratio']['median']:.2f} ({row['ratio']['min']:.2f}){built}"
 
 
 def heading(where: dict[str, Any]) -> str:
@@ -140,6 +144,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
     parser.add_argument("--peers", action="store_true", help="other libraries, too, on the main workloads")
     parser.add_argument("--parts", action="store_true", help="what the time of ps.norms is made of")
+    parser.add_argument("--compiled", action="store_true", help="compiled steps, and models that are compiled")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, metavar="NAME")
     parser.add_argument("--methods", nargs="+", choices=METHODS, metavar="NAME")
     parser.epilog = f"workloads: {', '.join(WORKLOADS)}; methods: {', '.join(METHODS)}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import resource
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -69,7 +70,9 @@ def measured(method: Method, task: Task, effort: Effort) -> dict[str, Any]:
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
+            start = time.perf_counter()
             contender = method.prepare(task)
+            seconds = time.perf_counter() - start
             error = check(task, method.kind, contender.step())
     except WrongResult as wrong:
         return {"status": "wrong", "reason": str(wrong)}
@@ -84,6 +87,7 @@ def measured(method: Method, task: Task, effort: Effort) -> dict[str, Any]:
     return {
         "status": "ok",
         "error": float(f"{error:.2g}"),
+        "seconds_before": float(f"{seconds:.3g}"),
         "parameters": sum(p.numel() for p in task.params().values()),
         **timing.as_json(),
         "others": round(others.cores() or 0.0, 2),
