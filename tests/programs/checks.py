@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import persample as ps
+from persample.compiled.compilers import traced_graph
+from persample.kernels.certificates import traced
 
 from .vocabulary import BAD, NOISE, POKE, REPLAY
 
@@ -290,3 +292,37 @@ def check_call(losses: Tensor, params: list[Tensor], want: list[Tensor], slack: 
         same(f"grad_sample of {name}", torch.zeros_like(e) if got is None else got, e, 1e-9)
     meet = {place: who for place, who in affected(losses, want, make).items() if len(who) > 1}
     assert not meet, f"the gate let pass that several losses depend on the same data: {meet}"
+
+
+def check_traced(losses: Tensor, params: list[Tensor], want: list[Tensor], slack: list[Tensor], make: Make) -> None:
+    """The graph of compiled steps, traced on some numbers and run on others."""
+    module = Recorded(make)
+    if len(losses) < 2 or not module.data:
+        return
+    weights, count = dict(module.named_parameters()), len(module.data)
+
+    def step(*given: Tensor) -> list[Tensor]:
+        leaves = {name: t.detach().requires_grad_() for name, t in zip(weights, given[count:], strict=True)}
+        with torch.enable_grad(), traced() as certificates:
+            found = torch.func.functional_call(module, leaves, given[:count])
+            stacks, norms = ps.reduce(found, leaves, ps.Stack(), ps.Norms())
+        return [norms, *stacks.values(), *[c.holds.all() for c in certificates]]
+
+    tensors = [*module.data, *[w.detach() for w in weights.values()]]
+    try:
+        rows(module(*module.data), list(weights.values()))
+        graph = traced_graph(step, tensors)
+    except Exception:  # PyTorch's own, or said to be impossible: the eager engine answers
+        return
+    others = [t * (1 + 0.1 * torch.cos(t)) if t.is_floating_point() else t for t in tensors]
+    fresh_weights = [t.requires_grad_() for t in others[count:]]
+    torch.default_generator.manual_seed(torch.initial_seed())
+    norms, *stacks = graph(*others)
+    expected = torch.func.functional_call(module, dict(zip(weights, fresh_weights, strict=True)), tuple(others[:count]))
+    every = rows(expected, fresh_weights)
+    if not all(bool(t) for t in stacks[len(every) :]) or not all(bool(e.isfinite().all()) for e in every):
+        return
+    for name, got, e in zip(weights, stacks, every, strict=False):
+        same(f"traced gradient of {name}", got, e, 1e-9 if e.dtype == torch.float64 else 1e-2)
+    exact = flat_norms(every).to(norms)
+    same("traced norms", norms.unsqueeze(1), exact.unsqueeze(1), 1e-6 if norms.dtype == torch.float64 else 1e-2)

@@ -76,5 +76,5 @@ def _runs(w: Writer, seed: int) -> tuple[Run, ...]:
 
 
 def _checks(w: Writer) -> tuple[str, ...]:
-    others = [name for name in CHECKS if name not in ("grad", "independent", "alarm", "claims", "spoilt")]
+    others = [name for name in CHECKS if name not in ("grad", "independent", "alarm", "claims", "spoilt", "traced")]
     return ("grad", w.pick(others), *(["independent"] if w.anchor else []))

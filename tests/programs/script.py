@@ -157,6 +157,8 @@ def _applies(check: str, script: Script, run: Run, count: int) -> bool:
     """Whether a check says something about such a program."""
     if check == "call":  # modules are taken from where they were made, and would be parametrised once more
         return run.dtype == "float64" and not re.search(r"parametrizations|requires_grad_|detach", script.program)
+    if check == "traced":
+        return "parametrizations" not in script.program
     if check == "spoilt":
         return run.dtype == "float64" and count > 1
     if check == "claims":  # a backward of its own, from which reentrant checkpoints hide what is in them

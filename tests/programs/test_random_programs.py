@@ -40,6 +40,16 @@ def test_a_sample_of_nan_leaves_the_others_alone() -> None:
     assert findings(range(200), "spoilt", write=tidy) == []
 
 
+def test_graphs_of_random_programs_serve_other_numbers() -> None:
+    assert findings(range(2_000, 2_060), "traced") == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", range(20_000, 22_000, 500))
+def test_graphs_of_thousands_of_random_programs_serve_other_numbers(start: int) -> None:
+    assert findings(range(start, start + 500), "traced") == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("start", range(1_000, 9_000, 1_000))
 def test_thousands_of_random_programs_are_exact_or_refused(start: int) -> None:
