@@ -25,6 +25,7 @@ from ..kernels.convolution import (
     weight_per_sample,
     weight_summed,
 )
+from ..kernels.devices import can_look
 from ..kernels.gram import ROWS, terms_in
 from ..kernels.norms import row_norms, wide
 from .base import Factor, Selection, Shape
@@ -105,7 +106,7 @@ class Convolution(Factor):
     @property
     def _asks_ops(self) -> bool:
         """Is this traced into a graph for the CPU, in which `convolution_ops` compute what is asked?"""
-        return is_traced() and self.device.type == "cpu"
+        return is_traced() and self.device.type == "cpu" and not can_look(self.device)
 
     @property
     def _as_arguments(self) -> tuple[Any, ...]:
@@ -200,7 +201,7 @@ class Convolution(Factor):
         """‖x‖‖dy‖ times the root of the kernel's size, as every input is in at most so many patches."""
         ask = self._asks_ops
         sizes = _ops.convolution_term_norms(self.x, self.dy) if ask else row_norms(self.x) * row_norms(self.dy)
-        return sizes * math.sqrt(prod(self.size[2:]))  # type: ignore[no-any-return]
+        return sizes * math.sqrt(prod(self.size[2:]))
 
     @property
     def integer_sum_needs_stack(self) -> bool:

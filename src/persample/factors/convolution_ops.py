@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import Library
 
 from ..kernels.convolution import Geometry
 from ..kernels.devices import looking
@@ -76,9 +75,8 @@ def _fake_bounded_sum(
 
 
 def _factor(x: Tensor, dy: Tensor, size: Sequence[int], *geometry: Any) -> Convolution:
-    stride, padding, dilation, transposed, output_padding, groups = geometry
-    spatial = [tuple(each) for each in (stride, padding, dilation, output_padding)]
-    return Convolution(x, dy, tuple(size), Geometry(*spatial[:3], transposed, spatial[3], groups))
+    hashable: Any = [tuple(option) if isinstance(option, list) else option for option in geometry]
+    return Convolution(x, dy, tuple(size), Geometry(*hashable))
 
 
 def _looking(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -92,7 +90,7 @@ def _looking(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 _SUM = _FACTOR.replace("Tensor dy", "Tensor dy, Tensor weights, Tensor norms")
-_OPS = {
+_OPS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     f"convolution_norms({_FACTOR}, SymInt limit, bool batch_independent) -> Tensor": (_norms, _fake_norms),
     "convolution_term_norms(Tensor x, Tensor dy) -> Tensor": (_term_norms, _fake_term_norms),
     f"convolution_stack({_FACTOR}) -> Tensor": (_stack, _fake_stack),
@@ -100,16 +98,15 @@ _OPS = {
 }
 
 
-def _register() -> Library:
-    """Define all ops, but for those that a module of this name has defined before."""
-    library = Library("persample", "FRAGMENT")
+def _register() -> None:
+    """Define all ops, for as long as the process lives, but for those that were defined when this was loaded before."""
     for schema, (function, fake) in _OPS.items():
-        name = schema.partition("(")[0]
+        name, _, rest = schema.partition("(")
         if not hasattr(torch.ops.persample, name):
-            library.define(schema, tags=(torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag))
-            library.impl(name, _looking(function), "CPU")
-            torch.library.register_fake(f"persample::{name}", fake, lib=library)
-    return library
+            tags = torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag
+            torch.library.define(f"persample::{name}", f"({rest}", tags=tags)
+            torch.library.impl(f"persample::{name}", "CPU", _looking(function))
+            torch.library.register_fake(f"persample::{name}", fake)
 
 
-_library = _register()  # the ops are there as long as it is
+_register()
