@@ -21,6 +21,7 @@ from persample.kernels.pages import POOL
 from tests.kernels.conv_cases import CASES, Case, case
 
 WIDE = case((8, 8), (3, 3), padding=1, d=32, p=32)  # whose norms come from Gram matrices
+BORDERLESS = case((10, 10), (3, 3), d=32, p=32)  # the same, and cotangents of a constant are only added up
 FIRST = case((12, 12), (3, 3), padding=1, d=3, p=16)  # whose gradients are written out
 BY_ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 5e-3}
 every_case = pytest.mark.parametrize("c", CASES.values(), ids=CASES)
@@ -119,13 +120,13 @@ def extreme(c: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     x[1], x[2, 0, 0], x[3, 0, 0] = 0, math.nan, math.inf
     x[4], dy[4] = x[4] * math.sqrt(info.max) * 1e-4, dy[4] * math.sqrt(info.max) * 1e-4
     x[5] *= info.tiny
-    x[6] = 1  # under cotangents that add up to nothing, but for the borders
+    x[6] = 1  # under cotangents that add up to nothing, but for borders
     dy[6] = dy[6] - dy[6].mean()
     return x, dy
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("c", [WIDE, FIRST])
+@pytest.mark.parametrize("c", [WIDE, BORDERLESS, FIRST])
 def test_extreme_samples_are_those_of_the_eager_engine(c: Case, dtype: torch.dtype) -> None:
     """To the last digit, and the graph takes nothing for true."""
     x, dy = extreme(c, dtype)
@@ -136,12 +137,13 @@ def test_extreme_samples_are_those_of_the_eager_engine(c: Case, dtype: torch.dty
 
 def test_samples_whose_terms_cancel_are_written_out_when_the_graph_runs() -> None:
     """Their rounding errors would be far larger than their clipped gradients."""
-    c = WIDE
+    c = BORDERLESS
     x, dy = c.tensors(4, 1, torch.float32)
-    dy[0], x[0] = dy[0] * 1e-6, 1
-    dy[0] += 1e3 * torch.tensor([1.0, -1.0]).repeat(32).view(8, 8)  # which a constant x adds up to nothing, inside
+    dy[0], x[0] = dy[0] * 1e-2, 1
+    dy[0] += 1e3 * torch.tensor([1.0, -1.0]).repeat(32).view(8, 8)  # which a constant x adds up to nothing
     factor = factor_of(c, x, dy)
-    weights = 1e-3 / factor.norms()
+    weights = (1e-3 / factor.norms()).clamp(max=1)
+    assert factor.cancelling_samples().tolist() == [0]
 
     def compute(x: Tensor, dy: Tensor, weights: Tensor) -> Sequence[Tensor]:
         factors, space = {"w": factor_of(c, x, dy)}, Workspace()
@@ -151,6 +153,7 @@ def test_samples_whose_terms_cancel_are_written_out_when_the_graph_runs() -> Non
     graph, certificates = traced_graph(compute, *numbers(c, 4, 1, torch.float32)[0], torch.ones_like(weights))
     (total,) = graph(x, dy, weights)
     torch.testing.assert_close(total, bounded_sum(factor, weights), rtol=0, atol=0)
+    assert not torch.equal(total, factor.weighted_sum(weights))
     assert not certificates
 
 
