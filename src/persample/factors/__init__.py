@@ -7,6 +7,7 @@ gradients out. `Factor` in `base` says what every form can do; there is one modu
 Index letters, here and in every rule: B samples, T positions, d in, p out, G groups.
 """
 
+from . import convolution_ops  # noqa: F401 (which registers them)
 from .base import Factor
 from .bounded import bounded_sums, terms_are_bounded
 from .combine import Sum, View, combine

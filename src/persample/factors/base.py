@@ -236,6 +236,15 @@ class Factor(ABC):
         """(B,): at least the sum of the norms of the terms that `weighted_sum` adds up for each sample."""
         return self.norms()
 
+    @property
+    def bounds_sums(self) -> bool:
+        """Does `bounded_sum` find the samples whose terms cancel by itself, though nothing else can look for them?"""
+        return False
+
+    def bounded_sum(self, weights: Tensor, space: Workspace) -> Tensor:
+        """`weighted_sum`, to which no sample adds more than its weight times its norm if the factor ``bounds_sums``."""
+        return self.weighted_sum(weights, space)
+
     def cancelling_samples(self, space: Workspace | None = None) -> Tensor:
         """Indices of samples whose terms are so much larger than their sum that their rounding errors show in it."""
         if not hasattr(self, "_cancelling"):

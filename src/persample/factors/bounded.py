@@ -5,7 +5,8 @@ rounding errors remain in the sum, and may be larger than the sample's clipped g
 first, so that what is clipped includes their rounding errors. The bound holds up to a few digits; sums without any
 rounding are in `integer_sums`.
 
-Where numbers cannot be looked at, nothing is written out: `terms_are_bounded` says whether that was right.
+Where numbers cannot be looked at, nothing is written out: `terms_are_bounded` says whether that was right. Factors that
+find such samples by themselves, when a graph runs, need no such answer (`Factor.bounds_sums`).
 """
 
 from __future__ import annotations
@@ -53,8 +54,10 @@ def _sums_without_looking(factors: dict[str, Factor], weights: Tensor, space: Wo
         for name in names:
             del factors[name]
         each = converted(whole.device, wide(whole.dtype))
-        several = len(names) > 1
-        totals = whole.weighted_sums_of_parts(len(names), each, space) if several else [whole.weighted_sum(each, space)]
+        if whole.bounds_sums or len(names) == 1:
+            totals: Sequence[Tensor] = [part.bounded_sum(each, space) for part in split(whole, len(names))]
+        else:
+            totals = whole.weighted_sums_of_parts(len(names), each, space)
         sums.update((name, total.to(whole.dtype)) for name, total in zip(names, totals, strict=True))
     return sums
 
@@ -74,7 +77,7 @@ def _terms_and_norms(
     """The norms of terms that may cancel, and of their sums, by how much larger the former may be, and by device."""
     pairs: dict[tuple[float, torch.device], list[tuple[Tensor, Tensor]]] = {}
     for _, whole in regroup(factors):
-        if whole.may_cancel and whole.batch and whole.numel:
+        if whole.may_cancel and not whole.bounds_sums and whole.batch and whole.numel:
             key = whole.largest_cancellation, whole.device
             pairs.setdefault(key, []).append((whole.term_norms(), whole.cached_norms(space)))
     return pairs

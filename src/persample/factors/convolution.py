@@ -6,11 +6,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from math import prod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from ..kernels.certificates import is_traced
 from ..kernels.convolution import (
     Geometry,
     Sizes,
@@ -24,14 +25,17 @@ from ..kernels.convolution import (
     weight_per_sample,
     weight_summed,
 )
+from ..kernels.devices import can_look
 from ..kernels.gram import ROWS, terms_in
 from ..kernels.norms import row_norms, wide
 from .base import Factor, Selection, Shape
 from .integer_sums import STACK_POSITIONS, IntegerSum, ProductSum
 from .limits import Unit, gram_bounds, roundoff
 from .norms import norms_from_gram, with_untrusted_recomputed
+from .stacks import copied_to
 from .workspace import Workspace
 
+_ops = torch.ops.persample  # see `convolution_ops`
 _SOME_SAMPLES = 32  # a batch size for choices that must not depend on the real one
 _TEMPORARIES = 3  # times the size of a gradient: room for what a kernel writes beside it
 _OUTSIDE_CACHE = 4  # times the cache: inputs and cotangents for the library, which reads them only once
@@ -63,6 +67,8 @@ class Convolution(Factor):
     def stack(self, out: Tensor | None = None) -> Tensor:
         if out is not None and (not out.is_contiguous() or out.dtype != self.dtype):
             return out.copy_(self.stack())
+        if self._asks_ops:
+            return copied_to(out, _ops.convolution_stack(*self._as_arguments))
         return weight_per_sample(self.x, self.dy, self.size, self.geometry, out=out)
 
     def upcast(self, dtype: torch.dtype | None = None) -> Convolution:
@@ -97,7 +103,23 @@ class Convolution(Factor):
     def prefers_stack(self, reused: bool) -> bool:
         return keeps_stack(self._sizes) if reused else choose(self._sizes, "norms") == "stack"
 
+    @property
+    def _asks_ops(self) -> bool:
+        """Is this traced into a graph for the CPU, in which `convolution_ops` compute what is asked?"""
+        return is_traced() and self.device.type == "cpu" and not can_look(self.device)
+
+    @property
+    def _as_arguments(self) -> tuple[Any, ...]:
+        """The factor as the ops take it."""
+        return self.x, self.dy, *self._shape_arguments
+
+    @property
+    def _shape_arguments(self) -> tuple[Any, ...]:
+        return self.size, *self.geometry.arguments
+
     def _compute_norms(self, space: Workspace) -> Tensor:
+        if self._asks_ops:
+            return _ops.convolution_norms(*self._as_arguments, space.limit, False)  # type: ignore[no-any-return]
         return self.NORMS[choose(self._sizes, "norms")](self, space)
 
     def _norms_by_stack(self, space: Workspace) -> Tensor:
@@ -177,7 +199,9 @@ class Convolution(Factor):
 
     def term_norms(self) -> Tensor:
         """‖x‖‖dy‖ times the root of the kernel's size, as every input is in at most so many patches."""
-        return row_norms(self.x) * row_norms(self.dy) * math.sqrt(prod(self.size[2:]))
+        ask = self._asks_ops
+        sizes = _ops.convolution_term_norms(self.x, self.dy) if ask else row_norms(self.x) * row_norms(self.dy)
+        return sizes * math.sqrt(prod(self.size[2:]))
 
     @property
     def integer_sum_needs_stack(self) -> bool:
@@ -196,7 +220,10 @@ class Convolution(Factor):
         return gram_bounds(self.cached_norms(space), self.term_norms(), terms, self.dtype)
 
     def cache_batch_independent_norms(self, space: Workspace) -> None:
-        if self.integer_sum_needs_stack or wide(self.dtype) != self.dtype:
+        if self._asks_ops:
+            if not self.has_norms and self.batch and self.numel:
+                self._norms = _ops.convolution_norms(*self._as_arguments, space.limit, True)
+        elif self.integer_sum_needs_stack or wide(self.dtype) != self.dtype:
             super().cache_batch_independent_norms(space)
         elif not self.has_norms and self.batch and self.numel:
             self._norms = self.NORMS[self._way_to_norms](self, space)
@@ -217,6 +244,15 @@ class Convolution(Factor):
 
         norms, spread = (row_norms(self.x), row_norms(self.dy)), math.sqrt(prod(self.size[2:]))
         return ProductSum((self.x, self.dy), norms, multiply, self.norm_bounds(space), unit, space, spread=spread)
+
+    @property
+    def bounds_sums(self) -> bool:
+        return self._asks_ops
+
+    def bounded_sum(self, weights: Tensor, space: Workspace) -> Tensor:
+        """By an op that looks for the samples whose terms cancel, and writes their gradients out."""
+        args = self.x, self.dy, weights, self.cached_norms(space), *self._shape_arguments, space.limit
+        return _ops.convolution_bounded_sum(*args)  # type: ignore[no-any-return]
 
     def weighted_sum(self, weights: Tensor, space: Workspace | None = None) -> Tensor:
         """The library's own gradient for a batch, with the weights on inputs or cotangents, whichever are smaller."""

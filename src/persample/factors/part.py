@@ -153,6 +153,13 @@ class Part(Factor):
     def weighted_sum(self, weights: Tensor, space: Workspace | None = None) -> Tensor:
         return self.standalone.weighted_sum(weights, space)
 
+    @property
+    def bounds_sums(self) -> bool:
+        return self.whole.bounds_sums
+
+    def bounded_sum(self, weights: Tensor, space: Workspace) -> Tensor:
+        return self.standalone.bounded_sum(weights, space)
+
     def sum_squares(self, center: Tensor | None = None, space: Workspace | None = None) -> Tensor:
         return self.standalone.sum_squares(center, space)
 
