@@ -85,9 +85,10 @@ def _clipped(kind: type[Any], sums: Rebuild, clipping: Rebuild) -> Rebuild:
     return make
 
 
-# By how much two ways to compute the same may differ: of a tensor's own size, and of the largest one's beside it.
-_OWN = {torch.float64: 1e-6, torch.float32: 2e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
-_LARGEST = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+# By how much two ways to compute the same may differ: of a tensor's own size, and of the largest one's beside it. In a
+# deep network, the last digit of a number near zero decides whether a ReLU lets it pass.
+_OWN = {torch.float64: 1e-6, torch.float32: 2e-2, torch.bfloat16: 0.2, torch.float16: 0.05}
+_LARGEST = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 
 
 def differing(got: Any, want: Any, narrowest: torch.dtype = torch.float64) -> str | None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from ..kernels.pages import POOL
 from .batches import OpenBatch, common_graph
 from .compilers import OpenInputs, Runnable, compiled_by, open_sizes, without_autocast
 from .refusal import NotCompiled
@@ -55,6 +56,7 @@ class Build:
 
     def answer(self, inputs: Sequence[Any]) -> Answer:
         """Run the step."""
+        POOL.begin_call()
         traced = self.traced
         with torch.no_grad(), without_autocast():
             tensors = self.run(*self.problem.tensors(inputs))

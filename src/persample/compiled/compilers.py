@@ -101,8 +101,9 @@ def compiled_by(backend: str | Callable[..., Any], graph: GraphModule, inputs: S
     return made
 
 
-# Random ops draw the numbers that they draw without a compiler; and that inputs are as they were is known before.
-_INDUCTOR = {"fallback_random": True, "size_asserts": False}
+# Random ops draw the numbers that they draw without a compiler; that inputs are as they were is known before; and
+# images keep the order of their dims, as the kernels for convolutions would have to change it back.
+_INDUCTOR = {"fallback_random": True, "size_asserts": False, "layout_optimization": False}
 
 
 def without_autocast() -> AbstractContextManager[object]:
