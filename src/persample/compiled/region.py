@@ -42,14 +42,17 @@ class Region:
 
     def __init__(self, graph: GraphModule) -> None:
         self.graph = graph
-        self.builds: dict[tuple[Any, ...], Build] = {}  # by the sizes that are not fixed in the graph
-        self.changed: list[int] = []  # inputs that the losses' function changes in place
+        self.made: dict[
+            tuple[Any, ...], Build
+        ] = {}  # by the sizes, of those that the graph leaves open, it was made for
+        self.builds: dict[tuple[Any, ...], Build] = {}  # those that have given the eager engine's answer, by sizes
+        self.changed: list[int] | None = None  # inputs that the losses' function changes in place, once it has run
         self.draws = True  # random numbers
 
     def serving(self, problem: Problem, inputs: Sequence[Any]) -> Build | None:
         """A build for other sizes or other parameters that is right for these, too."""
         sizes = self.sizes(inputs)
-        for known, made in self.builds.items():
+        for known, made in self.made.items():
             if made.problem.is_like(problem) and (known == sizes or made.serves(inputs)):
                 return replace(made, problem=problem)
         return None
@@ -66,13 +69,18 @@ class Region:
         call.inputs = inputs
         build = self.builds.get(self.sizes(inputs)) if len(call.regions) == 1 else None
         if build is None or not build.problem.is_of(inputs):
-            call.before = State.of([t for t in inputs if isinstance(t, Tensor)])
-            call.outputs = self._plainly(inputs)
-            self.changed = call.before.changed()
-            return call.outputs
-        call.before = State.of([inputs[i] for i in self.changed], draws=self.draws)
+            return self._first(call, inputs)
+        call.before = State.of([inputs[i] for i in self.changed or ()], draws=self.draws)
         call.answer = build.answer(inputs)
         return call.answer.outputs
+
+    def _first(self, call: Call, inputs: Sequence[Any]) -> Sequence[Any]:
+        """Run without a build, such that what it changes can be brought back."""
+        tensors = [i for i, t in enumerate(inputs) if isinstance(t, Tensor)] if self.changed is None else self.changed
+        call.before = State.of([inputs[i] for i in tensors])
+        call.outputs = self._plainly(inputs)
+        self.changed = [tensors[k] for k in call.before.changed()]
+        return call.outputs
 
     def _plainly(self, inputs: Sequence[Any]) -> Sequence[Any]:
         with torch.enable_grad():  # there may be hooks

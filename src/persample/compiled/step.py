@@ -222,9 +222,11 @@ class CompiledStep:
         made = region.serving(problem, call.inputs) or self._make(problem, call.inputs, facts, len(losses))
         if made is None:
             return
-        _check(made, call, want)
-        region.builds[region.sizes(call.inputs)] = made
-        region.draws = made.draws
+        sizes = region.sizes(call.inputs)
+        region.made.setdefault(sizes, made)
+        if _agrees(made, call, want):
+            region.builds[sizes] = made
+            region.draws = made.draws
 
     def _make(self, problem: Problem, inputs: Sequence[Any], facts: Facts, samples: int) -> Build | None:
         """A new build, if there may be another one."""
@@ -259,13 +261,16 @@ class CompiledStep:
             print(f"persample: {message}", file=sys.stderr, flush=True)
 
 
-def _check(made: Build, call: Call, want: tuple[Any, ...]) -> None:
-    """Refuse a build whose first answer is not that of the eager engine."""
+def _agrees(made: Build, call: Call, want: tuple[Any, ...]) -> bool:
+    """Does a build give the eager engine's answer? Refused if not; False if it has a doubt itself, and none to give."""
     assert call.before is not None
     call.before.restore()
     got = made.answer(call.inputs)
-    if got.doubt is None and (where := differing(got.results, want, made.narrowest)) is not None:
+    if got.doubt is not None:
+        return False
+    if (where := differing(got.results, want, made.narrowest)) is not None:
         raise NotCompiled(f"the compiled step gives another answer than the eager engine: {where}")
+    return True
 
 
 def _outside_of_inference(tree: Any) -> Any:
