@@ -5,16 +5,19 @@ The names used here are private to PyTorch. They hold for torch 2.13 to 2.15; ``
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch._functorch.config
 from torch import Tensor
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.autograd.graph import Node
 
 from ...python_nodes import is_torchs
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def original_of(module: Any) -> Any:
@@ -42,3 +45,16 @@ def scratch_restored(node: Any) -> Iterator[None]:
     finally:
         for now, then in zip(tensors, before, strict=True):
             now.data.copy_(then)
+
+
+def break_graph(function: F) -> F:
+    """Have ``torch.compile`` run a function as it is, in the midst of a program that is compiled before and after it.
+
+    What reads autograd's graph cannot be traced. This is what ``torch.compiler.disable`` would do; that imports the
+    whole compiler, which takes longer than importing this package, and puts frames of PyTorch's between a warning and
+    whom it is for.
+    """
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = f"{function.__qualname__} reads autograd's graph"  # type: ignore[attr-defined]
+    return function
