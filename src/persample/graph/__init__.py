@@ -47,4 +47,7 @@ from .ops import (  # noqa: F401  entered into the table
     wrappers,
 )
 
+# isort: split
+from .compiled import entry  # noqa: F401  entered as taught
+
 __all__ = ["COMPILED", "fused", "keeps_samples_apart", "teach"]

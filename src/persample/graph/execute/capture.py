@@ -313,7 +313,7 @@ class Capture:
         for name in sorted([name for leaf in leaves for name in self._names(leaf)]):
             notes.setdefault(
                 (site.name, name),
-                f"persample has no fast rule for {site.name} on its way to parameter {name!r} "
+                f"persample has no fast rule for {site.memo.get('unread', site.name)} on its way to parameter {name!r} "
                 f"(cotangents of shape {[tuple(s) for s in site.shapes]}, output {k}): the answer is exact, but "
                 f"{self.samples.batch} samples go through this op one at a time.",
             )

@@ -138,19 +138,20 @@ def taught(node: Node) -> Op | None:
 
 
 def is_known(node: Node) -> bool:
-    """Has somebody said of an opaque node what it does, or that it keeps samples apart?"""
-    return is_vouched_for(node) or taught(node) is not None
+    """Has somebody said of an opaque node what it does, or that it keeps samples apart?
+
+    What is read from the backward of a compiled region does not show what its forward pass has computed values from.
+    """
+    return is_vouched_for(node) or (taught(node) is not None and not is_compiled(node))
 
 
 def is_vouched_for(node: Node) -> bool:
     """Has somebody stated of an opaque node that it keeps samples apart?"""
-    if is_compiled(node):
-        return COMPILED in _APART
     return is_custom(node) and _key_of(node) in _APART
 
 
 def _key_of(node: BackwardCFunction) -> Key:
-    return op_of(node) or function_of(node)
+    return COMPILED if is_compiled(node) else op_of(node) or function_of(node)
 
 
 def _key(function: object) -> Key:

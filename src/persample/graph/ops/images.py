@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..layout import Outcome
 from ..read.site import Site
 from .dims import keep, leading, only
-from .table import FlowRule, Layouts, op
+from .table import Aten, FlowRule, Layouts, op
 
 
 def last_dims(mixed: int) -> FlowRule:
@@ -36,10 +36,17 @@ op(
 )
 op(
     "ReflectionPad2D ReplicationPad2D UpsampleBilinear2D UpsampleBilinear2DAa UpsampleBicubic2D UpsampleBicubic2DAa"
-    " UpsampleNearest2D UpsampleNearestExact2D AvgPool2D AdaptiveAvgPool2D AdaptiveMaxPool2D MaxPool2D"
-    " MaxPool2DWithIndices FractionalMaxPool2D MaxUnpool2D MkldnnMaxPool2D MkldnnAdaptiveAvgPool2D",
+    " AdaptiveMaxPool2D MaxPool2D FractionalMaxPool2D MaxUnpool2D MkldnnMaxPool2D MkldnnAdaptiveAvgPool2D",
     flow=last_dims(2),
 )
+for _name, _aten in {
+    "AvgPool2D": "avg_pool2d_backward",
+    "AdaptiveAvgPool2D": "_adaptive_avg_pool2d_backward",
+    "MaxPool2DWithIndices": "max_pool2d_with_indices_backward",
+    "UpsampleNearest2D": "upsample_nearest2d_backward",
+    "UpsampleNearestExact2D": "_upsample_nearest_exact2d_backward",
+}.items():
+    op(_name, flow=last_dims(2), aten=(Aten(f"{_aten}.default", ("grad_output",)),))
 op(
     "ReflectionPad3D ReplicationPad3D UpsampleTrilinear3D UpsampleNearest3D UpsampleNearestExact3D AvgPool3D"
     " AdaptiveAvgPool3D AdaptiveMaxPool3D MaxPool3DWithIndices FractionalMaxPool3D MaxUnpool3D MkldnnMaxPool3D"
