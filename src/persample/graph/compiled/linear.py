@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
+from ...numberless import has_numbers
 from ..read.compiled import named_arguments
 
 SUMS = ("aten.add.Tensor", "aten.sub.Tensor")
@@ -58,13 +59,19 @@ def is_zero(value: Any) -> bool:
     if not isinstance(value, fx.Node):
         return isinstance(value, (int, float)) and value == 0
     if value.op != "call_function":
-        return False
+        return value.op == "get_attr" and _is_zero_constant(value)
     name = str(value.target)
     if name in _ZEROS:
         return True
     if name in _FILLED:
         return is_zero(named_arguments(value)[_FILLED[name]])
     return name.split(".")[1:2] != [] and name.split(".")[1] in _PASSING and is_zero(value.args[0])
+
+
+def _is_zero_constant(attribute: fx.Node) -> bool:
+    """Compilers compute zeros ahead, once for all calls."""
+    constant = getattr(attribute.graph.owning_module, str(attribute.target), None)
+    return isinstance(constant, Tensor) and has_numbers(constant) and not bool(constant.any())
 
 
 def _nodes(argument: Any) -> list[fx.Node]:

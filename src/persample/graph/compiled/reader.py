@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from ...factors import Factor, View
-from ...factors.rearrange import Reshape
+from ...factors import Dense, Factor
 from ...numberless import NoNumbers
 from ..layout import Flow, Layout, Shape, carry, join, reshape
 from ..ops.broadcast import dense
@@ -59,7 +58,7 @@ class Reader:
             several = self.states[node.args[0]]  # type: ignore[index]
             if not isinstance(several, tuple):
                 raise Unreadable(f"{node}, a part of {node.args[0]}")
-            return several[node.args[1]]  # type: ignore[index, return-value]
+            return several[node.args[1]]  # type: ignore[index]
         results = value_of(node)
         for result in results if isinstance(results, (list, tuple)) else [results]:
             if result is not None and (result.is_complex() or not result.is_floating_point()):
@@ -205,8 +204,8 @@ def _summed(call: fx.Node, operand: fx.Node, layout: Layout) -> State:
     dtype = value_of(call).dtype
 
     def build(values: Computed) -> Factor:
-        factor = dense(values(operand), layout, kept, dtype)
-        return factor if kept == target else View(factor, target, Reshape(kept, target))
+        stack = dense(values(operand), layout, kept, dtype).stack()
+        return Dense(stack.reshape(len(stack), *target))
 
     return Summed((operand,), build)
 

@@ -41,6 +41,8 @@ class Summed:
 
     needs: tuple[fx.Node, ...]
     build: Callable[[Computed], Factor]
+    terms: tuple[Summed, ...] = ()  # of a plain sum, as of all uses of one weight
+    depth: int = 0  # calls between the sum over samples and this
 
 
 State = Separable | Summed | None  # None: it does not depend on cotangents

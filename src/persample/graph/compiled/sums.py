@@ -15,10 +15,12 @@ from torch import Tensor, fx
 
 from ...factors import Dense, Factor, combine
 from ..ops.table import Aten, Op, aten_calls
+from ..read.compiled import Unreadable
 from .linear import SUMS, is_elementwise
 from .site import CallSite
 from .states import Computed, NoFactor, Summed, one_shape, unknown, value_of
 
+_DEEPEST = 100  # each is a call within a call
 _ALSO = "sum.default sum.dim_IntList mean.dim expand.default slice.Tensor gather.default select.int".split()
 
 
@@ -28,13 +30,19 @@ def of_sums(call: fx.Node, given: Mapping[fx.Node, Summed], reading: tuple[Op, A
     needs = {n: None for state in given.values() for n in state.needs}
     needs |= {n: None for n in call.all_input_nodes if n not in given}
     if _adds(call, given):
-        return Summed(tuple(needs), lambda values: combine([given[n].build(values) for n in call.args]))  # type: ignore[index]
+        terms = [term for n in call.args for term in given[n].terms or (given[n],)]  # type: ignore[index]
+        depth = max(term.depth for term in terms)
+        build_all = lambda values: combine([term.build(values) for term in terms])  # noqa: E731
+        return Summed(tuple(needs), build_all, tuple(terms), depth)
+    depth = 1 + max(state.depth for state in given.values())
+    if depth > _DEEPEST:
+        raise Unreadable(f"more than {_DEEPEST} ops one after another on a weight, the last of them {call.target}")
 
     def build(values: Computed) -> Factor:
         lifted = None if reading is None else _lifted(call, *reading, given, values)
         return Dense(_stacked(call, given, values)) if lifted is None else lifted
 
-    return Summed(tuple(needs), build)
+    return Summed(tuple(needs), build, depth=depth)
 
 
 def _refuse_unknown(call: fx.Node) -> None:

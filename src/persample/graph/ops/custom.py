@@ -8,10 +8,9 @@ from outside at all, if it is given data and weights: it can be stated here.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from ..read.compiled import is_compiled
@@ -150,7 +149,7 @@ def is_vouched_for(node: Node) -> bool:
     return is_custom(node) and _key_of(node) in _APART
 
 
-def _key_of(node: BackwardCFunction) -> Key:
+def _key_of(node: Any) -> Key:
     return COMPILED if is_compiled(node) else op_of(node) or function_of(node)
 
 

@@ -40,14 +40,21 @@ def scratch_restored(node: Any) -> Iterator[None]:
     Compiled code may take its saved tensors as scratch memory, and then refuses to run while the graph is kept.
     The refusal is switched off here, and the tensors are put back as they were.
     """
-    tensors = [t for t in node.saved_tensors if isinstance(t, Tensor)]
-    before = [t.detach().clone() for t in tensors]
+    tensors = [_once(t.detach()) for t in node.saved_tensors if isinstance(t, Tensor)]
+    before = [t.clone() for t in tensors]
     try:
         with torch._functorch.config.patch(donated_buffer=False):
             yield
     finally:
         for now, then in zip(tensors, before, strict=True):
             now.data.copy_(then)
+
+
+def _once(t: Tensor) -> Tensor:
+    """The tensor, of what is expanded one place alone: to the others, nothing can be written."""
+    for d in [d for d, step in enumerate(t.stride()) if step == 0 and t.shape[d] > 1]:
+        t = t.narrow(d, 0, 1)
+    return t
 
 
 def break_graph(function: F) -> F:
@@ -155,6 +162,16 @@ def simpler_ops() -> dict[Any, Callable[..., Any]]:
     return dict(core_aten_decompositions())
 
 
+def retraced(
+    function: Callable[..., Any], example: Sequence[Tensor], simpler: dict[Any, Callable[..., Any]]
+) -> fx.GraphModule:
+    """What a function does with tensors of these shapes and strides, in few kinds of ops."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with torch.no_grad():
+        return make_fx(function, simpler, tracing_mode="fake", _allow_non_fake_inputs=True)(*example)
+
+
 def named_arguments(call: fx.Node) -> dict[str, Any]:
     """The arguments of a call of an aten op by name, those that were left out by their defaults."""
     schema = call.target._schema  # type: ignore[union-attr]
@@ -185,5 +202,5 @@ def compiled_by_inductor(graph: fx.GraphModule, example: Sequence[Any]) -> Calla
     from torch._inductor.compile_fx import compile_fx
 
     with torch.no_grad():
-        run: Callable[..., Sequence[Tensor]] = compile_fx(graph, list(example))
-    return run
+        run: Any = compile_fx(graph, list(example))
+    return run  # type: ignore[no-any-return]
