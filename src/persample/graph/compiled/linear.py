@@ -27,6 +27,10 @@ _FILLED = {  # the argument that says with what
     "aten.scalar_tensor.default": "s",
 }
 _ZEROS = ("aten.zeros.default", "aten.zeros_like.default", "aten.new_zeros.default")
+_NEW = (
+    *("new_zeros.", "new_ones.", "new_full.", "new_empty.", "new_empty_strided."),
+    *("zeros_like.", "ones_like.", "full_like.", "empty_like."),
+)
 _PASSING = (
     "alias clone detach expand permute reshape squeeze t transpose unsqueeze view _to_copy _unsafe_view slice"
     " convert_element_type"
@@ -52,6 +56,24 @@ def linear_in(call: fx.Node, live: Sequence[fx.Node]) -> bool:
 def is_elementwise(call: fx.Node) -> bool:
     """Does PyTorch say of this op that it treats elements apart?"""
     return torch.Tag.pointwise in getattr(call.target, "tags", ())
+
+
+def is_new(call: fx.Node) -> bool:
+    """Is this a new tensor, of whose operand only the shape or the dtype is asked for?"""
+    return str(call.target).removeprefix("aten.").startswith(_NEW)
+
+
+def written_over(call: fx.Node) -> fx.Node | None:
+    """What a call copies to all places of another tensor, of which nothing is left; None of all other calls."""
+    if str(call.target) != "aten.copy.default":
+        return None
+    old, new = call.args[:2]
+    alike = isinstance(old, fx.Node) and isinstance(new, fx.Node) and _kind(old) == _kind(new)
+    return new if alike and isinstance(new, fx.Node) else None
+
+
+def _kind(node: fx.Node) -> Any:
+    return node.meta["val"].shape, node.meta["val"].dtype
 
 
 def is_zero(value: Any) -> bool:

@@ -12,7 +12,7 @@ from ...factors import Factor
 from ..layout import Layout
 from ..read.compiled import Backward, Unreadable, refuse_effects, retraced, simpler_ops
 from .part import Part
-from .reader import Reader
+from .reader import Reader, calls_by_name
 from .states import State, Summed
 
 _VIEWS = ("aten.view.default", "aten._unsafe_view.default")
@@ -76,4 +76,4 @@ def _traced_again(graph: fx.GraphModule, arguments: Sequence[Any], tensors: Sequ
     for name, constant in [*copy.named_buffers(recurse=False), *vars(copy).items()]:
         if isinstance(constant, Tensor) and not constant.is_contiguous():  # of which ops write to copies
             setattr(copy, name, constant.contiguous())
-    return retraced(run, [arguments[k] for k in tensors], simpler_ops())
+    return retraced(run, [arguments[k] for k in tensors], simpler_ops(calls_by_name().keys()))

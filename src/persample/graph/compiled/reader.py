@@ -11,13 +11,13 @@ from torch import fx
 
 from ...factors import Dense, Factor
 from ...numberless import NoNumbers
-from ..layout import Flow, Layout, Shape, carry, join, reshape
+from ..layout import Flow, Layout, Shape, carry, join, labels, reshape, simplify
 from ..ops.broadcast import dense
 from ..ops.dims import but, of_same_size
 from ..ops.table import Aten, Op, aten_calls
 from ..ops.use import Use
 from ..read.compiled import Unreadable, named_arguments
-from .linear import is_zero, linear_in
+from .linear import is_new, is_zero, linear_in, written_over
 from .site import CallSite
 from .states import Computed, NoFactor, Separable, State, States, Summed, one_shape, unknown, value_of
 from .sums import of_sums
@@ -59,6 +59,11 @@ class Reader:
             if not isinstance(several, tuple):
                 raise Unreadable(f"{node}, a part of {node.args[0]}")
             return several[node.args[1]]  # type: ignore[index]
+        if is_new(node):
+            return None
+        written = written_over(node)
+        if written is not None:
+            return self.state(written)
         results = value_of(node)
         for result in results if isinstance(results, (list, tuple)) else [results]:
             if result is not None and (result.is_complex() or not result.is_floating_point()):
@@ -223,8 +228,14 @@ def _cut(call: fx.Node, operand: fx.Node, layout: Layout) -> State:
     shape, target = one_shape(operand), one_shape(call)
     if not shape:
         raise unknown(call)
-    stay = of_same_size(shape, target, but(shape, named_arguments(call)["dim"] % len(shape)))
-    return Separable(_stays(call, carry(layout, shape, target, stay)))
+    given = named_arguments(call)
+    dim = given["dim"] % len(shape)
+    moved = carry(layout, shape, target, of_same_size(shape, target, but(shape, dim)))
+    if moved is None and "start" in given:
+        index = labels(layout, shape)
+        index = index[(slice(None),) * dim + (slice(given["start"], given["end"], given["step"]),)]
+        moved = simplify(index, target, layout.batch)
+    return Separable(_stays(call, moved))
 
 
 def _picked(call: fx.Node, operand: fx.Node, layout: Layout) -> State:
@@ -232,7 +243,11 @@ def _picked(call: fx.Node, operand: fx.Node, layout: Layout) -> State:
     shape = one_shape(operand)
     dim = named_arguments(call)["dim"] % len(shape)
     to_dims = [None if d == dim else d - (d > dim) for d in range(len(shape))]
-    return Separable(_stays(call, carry(layout, shape, one_shape(call), to_dims)))
+    moved = carry(layout, shape, one_shape(call), to_dims)
+    if moved is None:
+        place = named_arguments(call)["index"]
+        moved = simplify(labels(layout, shape).select(dim, place), one_shape(call), layout.batch)
+    return Separable(moved)
 
 
 _BY_HAND = {
@@ -242,5 +257,6 @@ _BY_HAND = {
     "expand.default": _expanded,
     "slice.Tensor": _cut,
     "gather.default": _cut,
+    "index_select.default": _cut,
     "select.int": _picked,
 }

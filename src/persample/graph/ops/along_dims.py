@@ -47,7 +47,13 @@ _along("Softmax LogSoftmax", vmap=True, shape_follows=True)
 _along("Cumsum", vmap=True, aten=(Aten("cumsum.default", ("self",)),))
 _along("SafeSoftmax Cumprod Logcumsumexp Glu", vmap=True)
 _along("Cummax Cummin")
-_along("Sort Topk", vmap=True, ranks=True)
+_along(
+    "Sort",
+    vmap=True,
+    ranks=True,
+    aten=(Aten("scatter.src", ("src",), zeros="self", where=lambda get: get("src").shape == get("index").shape),),
+)
+_along("Topk", vmap=True, ranks=True)
 op("FftR2C FftC2R FftC2C", flow=fourier, vmap=True)
 op(
     "Sum Mean Nansum Prod Amax Amin Max Min Median Nanmedian Kthvalue Mode Logsumexp LinalgVectorNorm Norm Var Std"

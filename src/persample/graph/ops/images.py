@@ -30,30 +30,41 @@ def batches(rank: int | None = None) -> FlowRule:
     return flow
 
 
-op(
-    "ReflectionPad1D ReplicationPad1D UpsampleLinear1D UpsampleNearest1D UpsampleNearestExact1D",
-    flow=last_dims(1),
+def _images(mixed: int, names: str, written: str = "") -> None:
+    """Enter ops on the last dims; those of which compiled regions call the backward by its name are ``written``."""
+    op(names, flow=last_dims(mixed))
+    for pair in written.split():
+        name, aten = pair.split(":")
+        op(name, flow=last_dims(mixed), aten=(Aten(f"{aten}_backward.default", ("grad_output",)),))
+
+
+_images(
+    1,
+    "UpsampleLinear1D UpsampleNearest1D UpsampleNearestExact1D",
+    "ReflectionPad1D:reflection_pad1d ReplicationPad1D:replication_pad1d",
+)
+_images(
+    2,
+    "UpsampleBilinear2D UpsampleBicubic2D UpsampleBicubic2DAa AdaptiveMaxPool2D MaxPool2D FractionalMaxPool2D"
+    " MaxUnpool2D MkldnnMaxPool2D MkldnnAdaptiveAvgPool2D",
+    "ReflectionPad2D:reflection_pad2d ReplicationPad2D:replication_pad2d AvgPool2D:avg_pool2d"
+    " AdaptiveAvgPool2D:_adaptive_avg_pool2d MaxPool2DWithIndices:max_pool2d_with_indices"
+    " UpsampleNearest2D:upsample_nearest2d UpsampleNearestExact2D:_upsample_nearest_exact2d"
+    " UpsampleBilinear2DAa:_upsample_bilinear2d_aa",
+)
+_images(
+    3,
+    "UpsampleTrilinear3D UpsampleNearest3D UpsampleNearestExact3D AdaptiveMaxPool3D FractionalMaxPool3D MaxUnpool3D"
+    " MkldnnMaxPool3D PixelShuffle PixelUnshuffle",
+    "ReflectionPad3D:reflection_pad3d ReplicationPad3D:replication_pad3d AvgPool3D:avg_pool3d"
+    " AdaptiveAvgPool3D:_adaptive_avg_pool3d MaxPool3DWithIndices:max_pool3d_with_indices",
 )
 op(
-    "ReflectionPad2D ReplicationPad2D UpsampleBilinear2D UpsampleBilinear2DAa UpsampleBicubic2D UpsampleBicubic2DAa"
-    " AdaptiveMaxPool2D MaxPool2D FractionalMaxPool2D MaxUnpool2D MkldnnMaxPool2D MkldnnAdaptiveAvgPool2D",
-    flow=last_dims(2),
+    "GridSampler2D",
+    flow={0: batches(4), 1: batches(4)},
+    aten=(Aten("grid_sampler_2d_backward.default", ("grad_output",), None),),
 )
-for _name, _aten in {
-    "AvgPool2D": "avg_pool2d_backward",
-    "AdaptiveAvgPool2D": "_adaptive_avg_pool2d_backward",
-    "MaxPool2DWithIndices": "max_pool2d_with_indices_backward",
-    "UpsampleNearest2D": "upsample_nearest2d_backward",
-    "UpsampleNearestExact2D": "_upsample_nearest_exact2d_backward",
-}.items():
-    op(_name, flow=last_dims(2), aten=(Aten(f"{_aten}.default", ("grad_output",)),))
-op(
-    "ReflectionPad3D ReplicationPad3D UpsampleTrilinear3D UpsampleNearest3D UpsampleNearestExact3D AvgPool3D"
-    " AdaptiveAvgPool3D AdaptiveMaxPool3D MaxPool3DWithIndices FractionalMaxPool3D MaxUnpool3D MkldnnMaxPool3D"
-    " PixelShuffle PixelUnshuffle",
-    flow=last_dims(3),
-)
-op("GridSampler2D CudnnGridSampler", flow={0: batches(4), 1: batches(4)})
+op("CudnnGridSampler", flow={0: batches(4), 1: batches(4)})
 op("GridSampler3D", flow={0: batches(5), 1: batches(5)})
 op("AffineGridGenerator", flow=batches(3))
 op("Im2Col", flow=batches(4))

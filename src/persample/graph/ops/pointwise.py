@@ -91,7 +91,7 @@ def cast(site: Site, factor: Factor, target: Shape) -> Factor | None:
 
 _op = partial(op, flow={EVERY: elementwise}, by_shape=True, pointwise=True, rule=backward)
 
-_COPIES = (Aten("clone.default", ("self",)), Aten("alias.default", ("self",)), Aten("detach.default", ("self",)))
+_COPIES = tuple(Aten(f"{name}.default", ("self",)) for name in ("clone", "alias", "detach"))
 _CASTS = (Aten("_to_copy.default", ("self",)), Aten("prims.convert_element_type.default", ("a",)))
 
 _op("Clone", vmap=True, view=True, lift=same, shape_follows=True, aten=_COPIES)

@@ -187,7 +187,19 @@ def _bag_maxima(use: Use, samples: SampleRows) -> Factor:
     return View(factor, use.target, Reshape(factor.shape, use.target))
 
 
-op("EmbeddingBag", flow=bag_flow, rule=bag, new_rows=_all_dims, counts_reads=True)
+_BAG_RESULTS: dict[str, Callable[[Callable[[str], Any]], Any]] = {
+    "result1": lambda get: get("offset2bag"),
+    "result2": lambda get: get("bag_size"),
+    "result3": lambda get: get("maximum_indices"),
+}
+op(
+    "EmbeddingBag",
+    flow=bag_flow,
+    rule=bag,
+    new_rows=_all_dims,
+    counts_reads=True,
+    aten=(Aten("_embedding_bag_backward.default", ("grad",), saved=_BAG_RESULTS, where=lambda get: not get("sparse")),),
+)
 
 
 # --- rows and elements by index ---

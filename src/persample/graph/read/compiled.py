@@ -6,7 +6,7 @@ The names used here are private to PyTorch. They hold for torch 2.13 to 2.15; ``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -155,11 +155,11 @@ def arguments_of(node: Any, cotangents: Sequence[Tensor | None]) -> list[Any]:
     return list(arguments)
 
 
-def simpler_ops() -> dict[Any, Callable[..., Any]]:
-    """How ops are written with fewer kinds of them, by op."""
+def simpler_ops(known: Collection[str]) -> dict[Any, Callable[..., Any]]:
+    """How ops are written with fewer kinds of them, by op; not those whose names are ``known``."""
     from torch._decomp import core_aten_decompositions
 
-    return dict(core_aten_decompositions())
+    return {op: how for op, how in core_aten_decompositions().items() if str(op).removeprefix("aten.") not in known}
 
 
 def retraced(
