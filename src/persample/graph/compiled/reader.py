@@ -20,7 +20,7 @@ from ..read.compiled import Unreadable, named_arguments
 from .linear import is_new, is_zero, linear_in, written_over
 from .site import CallSite
 from .states import Computed, NoFactor, Separable, State, States, Summed, one_shape, unknown, value_of
-from .sums import of_sums
+from .sums import of_sums, pulled
 
 
 @cache
@@ -83,6 +83,9 @@ class Reader:
         reading = None
         for op, aten in calls_by_name().get(str(node.target).removeprefix("aten."), ()):
             site = CallSite(node, op, aten, value_of)
+            if op.pull is not None and self._fits(site, aten):
+                (summed,) = [state for n in self._live(node) if isinstance(state := self.state(n), Summed)]
+                return pulled(node, op, aten, summed)
             if op.lift is not None and aten.output == 0 and len(site.cotangents) == 1 and self._fits(site, aten):
                 reading = op, aten
         return of_sums(

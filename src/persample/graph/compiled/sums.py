@@ -8,6 +8,7 @@ called.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,6 +44,25 @@ def of_sums(call: fx.Node, given: Mapping[fx.Node, Summed], reading: tuple[Op, A
         return Dense(_stacked(call, given, values)) if lifted is None else lifted
 
     return Summed(tuple(needs), build, depth=depth)
+
+
+def pulled(call: fx.Node, op: Op, aten: Aten, given: Summed) -> tuple[Summed, ...]:
+    """All results of a call for which the table has a way from the gradients of all samples at once."""
+    pull = op.pull
+    assert pull is not None
+    needs = tuple(dict.fromkeys([*given.needs, *call.all_input_nodes]))
+    live = {n for n in call.all_input_nodes if n in CallSite(call, op, aten, value_of).cotangents}
+
+    def build(values: Computed, k: int) -> Factor:
+        if call not in values.stacks:
+            site = CallSite(call, op, aten, lambda n: value_of(n) if n in live else values(n))
+            values.stacks[call] = pull(site, given.build(values).stack())
+        found: Factor = values.stacks[call][k]
+        return found
+
+    count = len(value_of(call))
+    own = tuple(n for n in needs if n not in live)
+    return tuple(Summed(own, partial(build, k=k), depth=given.depth + 1) for k in range(count))
 
 
 def _refuse_unknown(call: fx.Node) -> None:
