@@ -35,16 +35,16 @@ def form_of(factor: Factor) -> Form | None:
         return _form_of_sum(factor)
     if type(factor) is Outer and factor.memo is None:
         scale = factor.scale
-        return Form(("Outer", scale), (factor.left, factor.right), lambda ts: Outer(ts[0], ts[1], scale))
+        return Form((Outer, scale), (factor.left, factor.right), lambda ts: Outer(ts[0], ts[1], scale))
     if type(factor) is Dense:
-        return Form("Dense", (factor.value,), lambda ts: Dense(ts[0]))
+        return Form(Dense, (factor.value,), lambda ts: Dense(ts[0]))
     if type(factor) is Convolution:
         size, geometry = factor.size, factor.geometry
         tensors = (factor.x, factor.dy)
-        return Form(("Convolution", size, geometry), tensors, lambda ts: Convolution(ts[0], ts[1], size, geometry))
+        return Form((Convolution, size, geometry), tensors, lambda ts: Convolution(ts[0], ts[1], size, geometry))
     if type(factor) is Rows:
         rows, skips = factor.size, factor.skips
-        return Form(("Rows", rows, skips), (factor.ids, factor.dy), lambda ts: Rows(ts[0], ts[1], rows, skips=skips))
+        return Form((Rows, rows, skips), (factor.ids, factor.dy), lambda ts: Rows(ts[0], ts[1], rows, skips=skips))
     return None
 
 
@@ -54,7 +54,7 @@ def _form_of_view(factor: View) -> Form | None:
         return None
     kind, tensors, make = inner
     shape, rearrange = factor.shape, factor.rearrange
-    return Form(("View", shape, rearrange, kind), tensors, lambda ts: View(make(ts), shape, rearrange))
+    return Form((View, shape, rearrange, kind), tensors, lambda ts: View(make(ts), shape, rearrange))
 
 
 def _form_of_sum(factor: Sum) -> Form | None:
@@ -67,7 +67,7 @@ def _form_of_sum(factor: Sum) -> Form | None:
         left = iter(tensors)
         return Sum([make_one(list(islice(left, count))) for make_one, count in makes])
 
-    return Form(("Sum", *[form.kind for form in forms]), tuple(t for form in forms for t in form.tensors), make)
+    return Form((Sum, *[form.kind for form in forms]), tuple(t for form in forms for t in form.tensors), make)
 
 
 def kind_of(form: Form) -> Hashable:

@@ -23,11 +23,11 @@ class CallSite(Site):
     find out is how to compute it.
     """
 
-    __slots__ = ("_arguments", "_aten", "_targets", "_values")
+    __slots__ = ("_arguments", "_aten", "_computed", "_targets")
 
     def __init__(self, call: fx.Node, op: Op, aten: Aten, values: Values) -> None:
         self.index, self.name, self.op, self.node = -1, str(call.target), op, None  # type: ignore[assignment]
-        self._aten, self._values = aten, values
+        self._aten, self._computed = aten, values
         self._arguments: Mapping[str, Any] = named_arguments(call)
         self.shapes = tuple(tuple(value_of(c).shape) for c in self.cotangents)
         results = value_of(call)
@@ -58,7 +58,7 @@ class CallSite(Site):
 
     def read(self, name: str) -> Any:
         """An argument, computed."""
-        return fx.node.map_arg(self._arguments[name], self._values)
+        return fx.node.map_arg(self._arguments[name], self._computed)
 
     def target(self, k: int) -> Shape:
         return tuple(self._targets[k].shape)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from ..layout import Outcome
 from ..read.site import Site
 from .dims import keep, leading, only
@@ -30,35 +32,37 @@ def batches(rank: int | None = None) -> FlowRule:
     return flow
 
 
-def _images(mixed: int, names: str, written: str = "") -> None:
-    """Enter ops on the last dims; those of which compiled regions call the backward by its name are ``written``."""
-    op(names, flow=last_dims(mixed))
-    for pair in written.split():
-        name, aten = pair.split(":")
-        op(name, flow=last_dims(mixed), aten=(Aten(f"{aten}_backward.default", ("grad_output",)),))
+def _by(name: str) -> tuple[Aten, ...]:
+    """Compiled regions call its backward by this name."""
+    return (Aten(name, ("grad_output",)),)
 
 
-_images(
-    1,
-    "UpsampleLinear1D UpsampleNearest1D UpsampleNearestExact1D",
-    "ReflectionPad1D:reflection_pad1d ReplicationPad1D:replication_pad1d",
-)
-_images(
-    2,
+_signal, _image, _volume = (partial(op, flow=last_dims(dims)) for dims in (1, 2, 3))
+
+_signal("UpsampleLinear1D UpsampleNearest1D UpsampleNearestExact1D")
+_signal("ReflectionPad1D", aten=_by("reflection_pad1d_backward.default"))
+_signal("ReplicationPad1D", aten=_by("replication_pad1d_backward.default"))
+_image(
     "UpsampleBilinear2D UpsampleBicubic2D UpsampleBicubic2DAa AdaptiveMaxPool2D MaxPool2D FractionalMaxPool2D"
-    " MaxUnpool2D MkldnnMaxPool2D MkldnnAdaptiveAvgPool2D",
-    "ReflectionPad2D:reflection_pad2d ReplicationPad2D:replication_pad2d AvgPool2D:avg_pool2d"
-    " AdaptiveAvgPool2D:_adaptive_avg_pool2d MaxPool2DWithIndices:max_pool2d_with_indices"
-    " UpsampleNearest2D:upsample_nearest2d UpsampleNearestExact2D:_upsample_nearest_exact2d"
-    " UpsampleBilinear2DAa:_upsample_bilinear2d_aa",
+    " MaxUnpool2D MkldnnMaxPool2D MkldnnAdaptiveAvgPool2D"
 )
-_images(
-    3,
+_image("ReflectionPad2D", aten=_by("reflection_pad2d_backward.default"))
+_image("ReplicationPad2D", aten=_by("replication_pad2d_backward.default"))
+_image("AvgPool2D", aten=_by("avg_pool2d_backward.default"))
+_image("AdaptiveAvgPool2D", aten=_by("_adaptive_avg_pool2d_backward.default"))
+_image("MaxPool2DWithIndices", aten=_by("max_pool2d_with_indices_backward.default"))
+_image("UpsampleNearest2D", aten=_by("upsample_nearest2d_backward.default"))
+_image("UpsampleNearestExact2D", aten=_by("_upsample_nearest_exact2d_backward.default"))
+_image("UpsampleBilinear2DAa", aten=_by("_upsample_bilinear2d_aa_backward.default"))
+_volume(
     "UpsampleTrilinear3D UpsampleNearest3D UpsampleNearestExact3D AdaptiveMaxPool3D FractionalMaxPool3D MaxUnpool3D"
-    " MkldnnMaxPool3D PixelShuffle PixelUnshuffle",
-    "ReflectionPad3D:reflection_pad3d ReplicationPad3D:replication_pad3d AvgPool3D:avg_pool3d"
-    " AdaptiveAvgPool3D:_adaptive_avg_pool3d MaxPool3DWithIndices:max_pool3d_with_indices",
+    " MkldnnMaxPool3D PixelShuffle PixelUnshuffle"
 )
+_volume("ReflectionPad3D", aten=_by("reflection_pad3d_backward.default"))
+_volume("ReplicationPad3D", aten=_by("replication_pad3d_backward.default"))
+_volume("AvgPool3D", aten=_by("avg_pool3d_backward.default"))
+_volume("AdaptiveAvgPool3D", aten=_by("_adaptive_avg_pool3d_backward.default"))
+_volume("MaxPool3DWithIndices", aten=_by("max_pool3d_with_indices_backward.default"))
 op(
     "GridSampler2D",
     flow={0: batches(4), 1: batches(4)},

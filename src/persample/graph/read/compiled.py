@@ -18,6 +18,7 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 from torch.autograd.graph import Node
 
 from ...python_nodes import function_of, is_torchs
+from .library import schema_of
 from .saved import metadata
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -174,7 +175,7 @@ def retraced(
 
 def named_arguments(call: fx.Node) -> dict[str, Any]:
     """The arguments of a call of an aten op by name, those that were left out by their defaults."""
-    schema = call.target._schema  # type: ignore[union-attr]
+    schema = schema_of(call.target)
     given = {a.name: value for a, value in zip(schema.arguments, call.args, strict=False)}
     defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
     return {**defaults, **given, **call.kwargs}
@@ -191,7 +192,7 @@ def refuse_effects(graph: fx.GraphModule) -> None:
         if not isinstance(target, torch._ops.OpOverload):
             if isinstance(target, torch._ops.HigherOrderOperator):
                 raise Unreadable(f"{target}, which holds a graph within the graph")
-        elif target._schema.is_mutable:
+        elif schema_of(target).is_mutable:
             raise Unreadable(f"{target}, which writes to a tensor")
         elif torch.Tag.nondeterministic_seeded in target.tags:
             raise Unreadable(f"{target}, which draws random numbers")
