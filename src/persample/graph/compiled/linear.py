@@ -18,6 +18,7 @@ from ..read.compiled import named_arguments
 SUMS = ("aten.add.Tensor", "aten.sub.Tensor")
 _PRODUCTS = ("aten.mul.Tensor", "aten.mul.Scalar")
 _QUOTIENTS = ("aten.div.Tensor", "aten.div.Scalar")
+_PRODUCT_AND_SUM = "prims.fma.default"  # a · b + c
 _CHOICE = "aten.where.self"
 
 _FILLED = {  # the argument that says with what
@@ -44,6 +45,8 @@ def linear_in(call: fx.Node, live: Sequence[fx.Node]) -> bool:
         return all(a in live or is_zero(a) for a in arguments[:2])
     if name in _PRODUCTS:
         return sum(a in live for a in arguments) == 1
+    if name == _PRODUCT_AND_SUM:
+        return sum(a in live for a in arguments[:2]) == 1 and (arguments[2] in live or is_zero(arguments[2]))
     if name in _QUOTIENTS or name == "aten.neg.default":
         return arguments[0] in live and not any(a in live for a in arguments[1:])
     if name == _CHOICE:

@@ -140,7 +140,12 @@ _view(
 op("ReshapeCopy MkldnnReshape", flow=same_order)
 op("ViewAsReal", flow=real_and_imaginary, lift=lift_real_and_imaginary)
 op("ViewAsComplex", flow=complex_numbers, vmap=True)
-op("Flip", flow=rearranged, lift=lift_flipped, aten=(Aten("flip.default", ("self",)),))
+op(
+    "Flip",
+    flow=rearranged,
+    lift=lift_flipped,
+    aten=(Aten("flip.default", ("self",)), Aten("prims.rev.default", ("a",))),
+)
 op("Roll", flow=rearranged, lift=lift_rolled)
 op("Diagonal DiagEmbed Trace", vmap=True)
 op("AsStrided", in_place=True)
