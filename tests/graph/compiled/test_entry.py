@@ -166,11 +166,18 @@ def test_norms_in_other_precisions(dtype: torch.dtype, backend: str) -> None:
 
 
 def test_autocast(backend: str) -> None:
+    """Casts are part of what was traced; the caller's autocast adds none."""
     model, x = mlp(3, 8, 8, 2, dtype=torch.float32), images(3).float()
     fast = torch.compile(model, backend=backend)
     with torch.autocast("cpu", dtype=torch.bfloat16), torch._functorch.config.patch(donated_buffer=False):
         want = definition(squares(fast(x).float()), model)
         assert_same(ps.grad(squares(fast(x).float()), model), want, rtol=2e-2)
+    plain = lambda: squares(fast(x))  # noqa: E731
+    want = definition(squares(model(x)), model)
+    losses = [plain() for _ in range(3)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for one in losses:
+            assert_same(ps.grad(one, model), want, rtol=1e-5)
 
 
 def test_dynamic_shapes(backend: str) -> None:

@@ -73,7 +73,7 @@ def test_not_linear(name: str) -> None:
     graph = traced(NOT_LINEAR[name])
     g = next(iter(graph.graph.nodes))
     assert not linear_in(last(graph), [g])
-    with pytest.raises(Unreadable, match="aten|prims"):
+    with pytest.raises(Unreadable, match=r"aten|prims"):
         state(NOT_LINEAR[name])
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
-import torch
 from torch import Tensor, fx
 
 from ...factors import Factor, Form, form_of, kind_of, split, together
-from ..read.compiled import compiled_by_inductor, retraced
+from ..read.compiled import as_written, compiled_by_inductor, retraced
 from .states import Computed, NoFactor, Summed
 
 _FEW = 1  # calls of one shape before it pays to compile for it
@@ -36,7 +35,7 @@ class Part:
         self._calls += 1
         if self._inductor and self._calls == _FEW + 1:
             self._compile(tensors)
-        with torch.no_grad():
+        with as_written(tensors):
             results = self._tensors(*tensors) if self._whole is None else list(self._whole(*tensors))
         if apart:
             results = _apart(results, tensors)
@@ -47,9 +46,13 @@ class Part:
         return found
 
     def _compile(self, tensors: Sequence[Tensor]) -> None:
-        """All from arguments to the tensors of factors as one compiled function."""
-        graph = retraced(self._tensors, tensors, {})
-        self._whole = compiled_by_inductor(graph, tensors)
+        """All from arguments to the tensors of factors as one compiled function, if the compiler can do that."""
+        before = self._makes, self._refused
+        try:
+            graph = retraced(self._tensors, tensors, {})
+            self._whole = compiled_by_inductor(graph, tensors)
+        except Exception:  # whatever the compiler has stumbled over: the same is computed without it
+            self._makes, self._refused = before
 
     def _tensors(self, *tensors: Tensor) -> list[Tensor]:
         """The tensors of all factors, in the order in which they are put together again."""

@@ -76,4 +76,7 @@ def _traced_again(graph: fx.GraphModule, arguments: Sequence[Any], tensors: Sequ
     for name, constant in [*copy.named_buffers(recurse=False), *vars(copy).items()]:
         if isinstance(constant, Tensor) and not constant.is_contiguous():  # of which ops write to copies
             setattr(copy, name, constant.contiguous())
-    return retraced(run, [arguments[k] for k in tensors], simpler_ops(calls_by_name().keys()))
+    try:
+        return retraced(run, [arguments[k] for k in tensors], simpler_ops(calls_by_name().keys()))
+    except Exception as error:  # of ops that cannot be traced, which may say so in any way
+        raise Unreadable(f"something that cannot be traced ({type(error).__name__}: {error})") from error

@@ -102,7 +102,10 @@ def _stacked(call: fx.Node, given: Mapping[fx.Node, Summed], values: Computed) -
         args, kwargs = fx.node.map_arg((call.args, call.kwargs), lambda n: known[n] if n in known else values(n))
         return call.target(*args, **kwargs)  # type: ignore[operator]
 
-    result: Tensor = torch.vmap(one)(*stacks)
+    try:
+        result: Tensor = torch.vmap(one)(*stacks)
+    except RuntimeError as error:
+        raise NoFactor(f"{call.target} for several samples at once ({error})") from error
     if tuple(result.shape[1:]) != one_shape(call):
         raise NoFactor(f"{call.target}, under vmap of another shape")
     values.stacks[call] = result

@@ -7,7 +7,7 @@ The names used here are private to PyTorch. They hold for torch 2.13 to 2.15; ``
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -163,13 +163,23 @@ def simpler_ops(known: Collection[str]) -> dict[Any, Callable[..., Any]]:
     return {op: how for op, how in core_aten_decompositions().items() if str(op).removeprefix("aten.") not in known}
 
 
+@contextmanager
+def as_written(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """No gradients, and no casts by the caller's autocast: a graph that was traced holds its own."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        for kind in {t.device.type for t in tensors} | {"cpu"}:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
 def retraced(
     function: Callable[..., Any], example: Sequence[Tensor], simpler: dict[Any, Callable[..., Any]]
 ) -> fx.GraphModule:
     """What a function does with tensors of these shapes and strides, in few kinds of ops."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    with torch.no_grad():
+    with as_written(example):
         return make_fx(function, simpler, tracing_mode="fake", _allow_non_fake_inputs=True)(*example)
 
 
@@ -202,6 +212,6 @@ def compiled_by_inductor(graph: fx.GraphModule, example: Sequence[Any]) -> Calla
     """A graph without gradients, compiled for arguments of these shapes and strides."""
     from torch._inductor.compile_fx import compile_fx
 
-    with torch.no_grad():
+    with as_written(example):
         run: Any = compile_fx(graph, list(example))
     return run  # type: ignore[no-any-return]
