@@ -13,7 +13,7 @@ import persample as ps
 from tests.case_library.functions import Square
 from tests.reference import assert_same, definition
 
-# Compiled regions have no fast rule, and compiling says what it likes.
+# Compiling says what it likes.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 

@@ -16,7 +16,7 @@ from .expanded.gate import Receiver
 from .expanded.inputs import batch_of
 from .expanded.module import record_call
 from .factors import Factor, one_by_one
-from .graph.read.compiled import original_of
+from .graph.read.compiled import break_graph, original_of
 from .graph.read.saved import late_hooks
 from .kernels.pages import fresh
 from .numberless import has_numbers
@@ -25,6 +25,7 @@ from .reductions import Reduction
 from .verbs import begin_run
 
 
+@break_graph
 def call_for_per_sample_grads(
     module: nn.Module,
     *,
@@ -122,6 +123,7 @@ class PerSampleCall:
         self._results: tuple[Any, ...] | None = None
         update_wrapper(cast(Callable[..., Any], self), module.forward)
 
+    @break_graph
     def results(self) -> tuple[Any, ...]:
         """One result per reduction, of the last backward; they are handed over once."""
         if self._reductions is None:
@@ -131,6 +133,7 @@ class PerSampleCall:
         results, self._results = self._results, None
         return results
 
+    @break_graph
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, and wait for the backward."""
         params = named(self.module)

@@ -13,6 +13,7 @@ from .checks import boundary, check_losses
 from .distributed import undisturbed
 from .factors import Factor
 from .graph.describe import Handling, describe
+from .graph.read.compiled import break_graph
 from .params import Params, named
 
 __all__ = ["Explanation", "Handling", "Memory", "explain"]
@@ -56,6 +57,7 @@ class Explanation:
         return "\n".join(lines)
 
 
+@break_graph
 def explain(losses: Tensor, params: Params) -> Explanation:
     """Show how every use of every parameter will be handled: by rule, by the exact fallback, or not at all.
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .checks import boundary, check_losses
 from .distributed import accumulate
+from .graph.read.compiled import break_graph
 from .graph.read.roots import Roots
 from .graph.read.saved import late_hooks
 from .params import Params, named
@@ -101,6 +102,7 @@ class Monitor:
         self._log = _logger(log if self._own is None else self._own)
         self._averages: dict[str | None, tuple[float, float]] = {}  # trace and signal by layer, None for all of them
 
+    @break_graph
     def __call__(
         self,
         losses: Tensor,
@@ -126,6 +128,7 @@ class Monitor:
         record, _ = self._look(losses, scale, ids, retain_graph=True)
         return record
 
+    @break_graph
     def backward(
         self,
         losses: Tensor,

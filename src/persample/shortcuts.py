@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .checks import boundary, check_losses, check_reductions
 from .distributed import Ranks, undisturbed
+from .graph.read.compiled import break_graph
 from .graph.read.nodes import share_nodes
 from .params import Params, named
 from .reductions import ClippedSum, Dot, Gram, Norms, Project, Projection, SecondMoment, Variance
@@ -29,6 +30,7 @@ class Options(TypedDict, total=False):
     process_group: ProcessGroup | None
 
 
+@break_graph
 def norms(losses: Tensor, params: Params, *, per: Per = None, **options: Unpack[Options]) -> Any:
     """The norm of every sample's gradient.
 
@@ -53,6 +55,7 @@ def norms(losses: Tensor, params: Params, *, per: Per = None, **options: Unpack[
     return reduce(losses, params, Norms(per), **options)[0]
 
 
+@break_graph
 def clipped_sum(
     losses: Tensor,
     params: Params,
@@ -86,6 +89,7 @@ def clipped_sum(
     return reduce(losses, params, ClippedSum(max_norm, per=per, nonfinite=nonfinite), **options)[0]
 
 
+@break_graph
 def second_moment(losses: Tensor, params: Params, **options: Unpack[Options]) -> Any:
     """The mean over samples of the squared gradient, element by element.
 
@@ -106,6 +110,7 @@ def second_moment(losses: Tensor, params: Params, **options: Unpack[Options]) ->
     return reduce(losses, params, SecondMoment(), **options)[0]
 
 
+@break_graph
 def variance(losses: Tensor, params: Params, *, correction: int = 1, **options: Unpack[Options]) -> Any:
     """The variance over samples of the gradient, element by element, as ``torch.var`` of the stack.
 
@@ -127,6 +132,7 @@ def variance(losses: Tensor, params: Params, *, correction: int = 1, **options: 
     return reduce(losses, params, Variance(correction), **options)[0]
 
 
+@break_graph
 def gram(losses: Tensor, params: Params, other: Tensor | None = None, **options: Unpack[Options]) -> Tensor:
     """The inner product of every two samples' gradients: the empirical neural tangent kernel of the losses.
 
@@ -162,6 +168,7 @@ def gram(losses: Tensor, params: Params, other: Tensor | None = None, **options:
     return products
 
 
+@break_graph
 def dot(losses: Tensor, params: Params, direction: Directions, **options: Unpack[Options]) -> Tensor:
     """The inner product of every sample's gradient with a direction: how each loss changes along it.
 
@@ -186,6 +193,7 @@ def dot(losses: Tensor, params: Params, direction: Directions, **options: Unpack
     return products
 
 
+@break_graph
 def project(losses: Tensor, params: Params, projection: Projection, **options: Unpack[Options]) -> Tensor:
     """Every sample's gradient under a random projection that keeps inner products.
 

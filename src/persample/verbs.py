@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .checks import boundary, check_losses, check_memory, check_reductions, refuse_shards
 from .distributed import Ranks, accumulate, undisturbed
 from .graph.entry import capture_into
+from .graph.read.compiled import break_graph
 from .graph.read.roots import Roots, slot_of
 from .graph.read.saved import late_hooks
 from .params import Params, named, pack
@@ -42,6 +43,7 @@ def grad(
     retain_graph: bool = False,
     independent: bool = False,
 ) -> tuple[Tensor, ...]: ...
+@break_graph
 def grad(
     losses: Tensor,
     params: Params,
@@ -78,6 +80,7 @@ def grad(
     return stacks
 
 
+@break_graph
 def reduce(
     losses: Tensor,
     params: Params,
@@ -122,6 +125,7 @@ def reduce(
         return run.results()
 
 
+@break_graph
 def backward(
     losses: Tensor,
     params: Params,

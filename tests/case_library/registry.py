@@ -84,6 +84,24 @@ def in_half(case: Case, dtype: torch.dtype, *, autocast: bool) -> Callable[[int]
     return build
 
 
+def compiled(case: Case, backend: str, **options: Any) -> Callable[[int], Program]:
+    """The case's program, compiled as a whole: whatever the compiler makes of it."""
+    made = case.build.args[0]  # type: ignore[attr-defined]
+
+    def build(B: int) -> Program:
+        with _surroundings(made):
+            params, program = made.build(B)
+        fast = torch.compile(program, backend=backend, **options)
+
+        def losses() -> Tensor:
+            with _surroundings(made):
+                return fast()
+
+        return params, losses
+
+    return build
+
+
 @contextmanager
 def _surroundings(made: Case) -> Iterator[None]:
     """The case's default dtype and seed; PyTorch's own warnings are not what a case is about."""

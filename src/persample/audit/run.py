@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from .._errors import PerformanceWarning
 from ..explain import Explanation, explain
+from ..graph.read.compiled import break_graph
 from ..numberless import has_numbers
 from ..params import named
 from ..testing import Report as Comparison
@@ -38,6 +39,7 @@ STAGES = (
 _MEMINFO = Path("/proc/meminfo")
 
 
+@break_graph
 def audit(
     model: nn.Module,
     inputs: Any,
@@ -78,6 +80,7 @@ def audit(
     return _audit(problem, type(model).__name__, repeats, tolerance, progress or _silent)
 
 
+@break_graph
 def audit_spec(
     spec: str,
     *,

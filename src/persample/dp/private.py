@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checks import check_losses
+from ..graph.read.compiled import break_graph
 from ..reductions import ClippedSum
 from ..reductions.exact import ExactClippedSum
 from .binding import Binding, is_older, mark, trainable
@@ -203,6 +204,7 @@ class Private:
         if self._part is not None:
             self._steady.watch()
 
+    @break_graph
     def step(self, losses: Tensor) -> Step:
         """Clip, sum and add noise, then ``optimizer.step()``; all of it accounted for before.
 
@@ -218,6 +220,7 @@ class Private:
             self._optimizer.zero_grad()
         return record
 
+    @break_graph
     def backward(self, losses: Tensor) -> Step:
         """The first half of `step`: the noisy mean gradient into ``p.grad``, for loops that step by themselves.
 

@@ -23,6 +23,7 @@ from ..factors import Dense, Factor, combine
 from ..graph.entry import Check, capture_from
 from ..graph.execute.capture import Sink
 from ..graph.execute.plan import CapturePlan
+from ..graph.read.compiled import break_graph
 from ..graph.read.roots import Roots, slot_of
 from ..graph.read.saved import keeps_graph, version, will_run
 from ..graph.read.tape import Graph
@@ -214,6 +215,7 @@ class _Ask(torch.autograd.Function):
         return weights[0].new_empty(0)
 
     @staticmethod
+    @break_graph
     def backward(ctx: Any, *grads: Any) -> tuple[None, ...]:
         return tuple([None] * int(ctx.count))
 
@@ -229,6 +231,7 @@ class _Gate(torch.autograd.Function):
         return tuple(y.detach() for y in recording.outputs)
 
     @staticmethod
+    @break_graph
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         recording, keep = ctx.recording, keeps_graph()
         if torch.is_grad_enabled():

@@ -14,6 +14,7 @@ from .combine import Sum, View, combine
 from .convolution import Convolution
 from .deferred import Deferred
 from .dense import Dense, DenseCopy, Masked
+from .forms import Form, form_of, kind_of, together
 from .outer import Outer
 from .part import Part, one_by_one, regroup, split
 from .rows import Rows
@@ -25,6 +26,7 @@ __all__ = [
     "Dense",
     "DenseCopy",
     "Factor",
+    "Form",
     "Masked",
     "Outer",
     "Part",
@@ -34,8 +36,11 @@ __all__ = [
     "Workspace",
     "bounded_sums",
     "combine",
+    "form_of",
+    "kind_of",
     "one_by_one",
     "regroup",
     "split",
     "terms_are_bounded",
+    "together",
 ]

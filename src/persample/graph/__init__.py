@@ -19,7 +19,7 @@ The words used here:
 - *outcome*: what one output of a node's backward is, of these: a layout, shared, mixed, or nothing.
 - *use*: where samples meet a shared tensor, a separable node with outputs into batched ones. Factors are made there.
 - *bundle*: one use, or several that are alike and made into factors as one.
-- *opaque*: a custom Function or a compiled region, whose inside nobody sees.
+- *opaque*: a custom Function or a compiled region, of whose forward pass nobody sees the inside.
 """
 
 from .ops import fused
@@ -46,5 +46,8 @@ from .ops import (  # noqa: F401  entered into the table
     views,
     wrappers,
 )
+
+# isort: split
+from .compiled import entry  # noqa: F401  entered as taught
 
 __all__ = ["COMPILED", "fused", "keeps_samples_apart", "teach"]

@@ -12,6 +12,7 @@ from torch import Tensor
 from .._errors import PerformanceWarning
 from .._table import render
 from ..checks import check_losses
+from ..graph.read.compiled import break_graph
 from ..graph.read.roots import Roots
 from ..graph.read.saved import metadata
 from ..kernels.devices import has_float64
@@ -76,6 +77,7 @@ class Report:
             raise AssertionError(f"per-sample gradients differ from the definition\n{self}")
 
 
+@break_graph
 def definition(losses: Tensor, params: Params) -> dict[str, Tensor]:
     """Per-sample gradients by one ordinary backward per sample: slow, and right by definition; keeps the graph."""
     check_losses(losses)
@@ -120,6 +122,7 @@ def by_backward(
             leaf.grad = grad
 
 
+@break_graph
 def check(
     losses_fn: Callable[[], Tensor], params: Params, *, rtol: float | None = None, atol: float | None = None
 ) -> Report:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..._errors import UnsupportedError
-from ...factors import Dense, Factor, Masked, combine, split
+from ...factors import Dense, Factor, Masked, Part, combine, split
 from ...kernels.certificates import is_traced
 from ...kernels.streams import Streams
 from ...numberless import NoNumbers
@@ -28,6 +28,7 @@ from ..layout import Block, Layout, labels
 from ..ops.custom import taught
 from ..ops.use import Use
 from ..read import saved
+from ..read.compiled import is_compiled
 from ..read.invoke import call, sum_to
 from ..read.library import unspent
 from ..read.nodes import NodeSlot, is_opaque
@@ -144,9 +145,26 @@ class Capture:
             if site.op.instead is not None:
                 instead = site.op.instead(site, grads, self.ordinary)
             site.forget()
-        for k in use.outputs:
-            self._add([site.edges[k]], factors.get(k))
+        for outputs, factor in self._regrouped(site, {k: factors.get(k) for k in use.outputs}):
+            self._add([site.edges[k] for k in outputs], factor)
         return instead
+
+    def _regrouped(self, site: Site, factors: dict[int, Factor | None]) -> list[tuple[list[int], Factor | None]]:
+        """What comes to shared tensors: parts of one factor as one, if each is all that comes to a parameter."""
+        wholes: dict[int, list[int]] = {}
+        for k, factor in factors.items():
+            node, _ = site.edges[k]  # type: ignore[misc]
+            if isinstance(factor, Part) and self.tape.is_leaf(node) and self.plan.waiting[node] == 1:
+                wholes.setdefault(id(factor.whole), []).append(k)
+        complete: dict[int, list[int]] = {}
+        for outputs in wholes.values():
+            parts = [part for k in outputs if isinstance(part := factors[k], Part)]
+            if [part.place for part in parts] == list(range(parts[0].count)):
+                complete[outputs[0]] = outputs
+        taken = {k for outputs in complete.values() for k in outputs}
+        alone: list[tuple[list[int], Factor | None]] = [([k], f) for k, f in factors.items() if k not in taken]
+        first = [(outputs, factors[k].whole) for k, outputs in complete.items()]  # type: ignore[union-attr]
+        return [*first, *alone]
 
     def _consume_several(self, use: Bundle, cotangents: Mapping[int, Tensor]) -> None:
         """Turn the cotangents of ops that are alike, by their places in the bundle, into factors as if of one op."""
@@ -176,7 +194,7 @@ class Capture:
             factor = self._by_rule(Use(site, k, cotangents, layouts, batch))
             if factor is not None:
                 factors[k] = factor
-                self._watch(factor.tensors)
+                self._watch(factor.whole.tensors if isinstance(factor, Part) else factor.tensors)
                 self.record.append((site, k, f"rule: {type(factor).__name__}"))
         slow = [k for k in outputs if k not in factors]
         if slow and batch != self.samples.batch:
@@ -193,15 +211,20 @@ class Capture:
         if isinstance(flow, Layout):
             return self._separable_edge(use, flow)
         if is_opaque(use.site.node):
-            known = taught(use.site.node)
-            with saved.unpacked_often(use.site.node):
-                return None if known is None else known.factor(use)
+            return self._by_teaching(use)
         try:
             factor = use.site.op.factor(use)
         except NoNumbers:  # of indices that the rule goes by
             lacking(use.site.node)
             return None
         return factor if factor is not None or flow is Flow.MIXED else sum_by_probe(use)
+
+    def _by_teaching(self, use: Use) -> Factor | None:
+        known = taught(use.site.node)
+        if known is None or is_compiled(use.site.node):  # which is read once for all of its parameters
+            return None if known is None else known.factor(use)
+        with saved.unpacked_often(use.site.node):
+            return known.factor(use)
 
     def _separable_edge(self, use: Use, flow: Layout) -> Factor | None:
         """Part of a sum that is not separable, but this contribution is: compute it whole, once."""
@@ -317,7 +340,7 @@ class Capture:
         for name in sorted([name for leaf in leaves for name in self._names(leaf)]):
             notes.setdefault(
                 (site.name, name),
-                f"persample has no fast rule for {site.name} on its way to parameter {name!r} "
+                f"persample has no fast rule for {site.memo.get('unread', site.name)} on its way to parameter {name!r} "
                 f"(cotangents of shape {[tuple(s) for s in site.shapes]}, output {k}): the answer is exact, but "
                 f"{self.samples.batch} samples go through this op one at a time.",
             )

@@ -7,7 +7,7 @@ from functools import partial
 from ..layout import Flow, Layout, Outcome, Shape, same
 from ..read.site import Site
 from .dims import but, follow, keep, of_same_size, only
-from .table import Layouts, Undecided, op
+from .table import Aten, Layouts, Undecided, op
 
 
 def along_dim(site: Site, k: int, layouts: Layouts) -> Outcome:
@@ -44,9 +44,16 @@ def _unreduced(site: Site, layout: Layout, shape: Shape, target: Shape) -> Layou
 _along = partial(op, flow=along_dim)
 
 _along("Softmax LogSoftmax", vmap=True, shape_follows=True)
-_along("SafeSoftmax Cumsum Cumprod Logcumsumexp Glu", vmap=True)
+_along("Cumsum", vmap=True, aten=(Aten("cumsum.default", ("self",)),))
+_along("SafeSoftmax Cumprod Logcumsumexp Glu", vmap=True)
 _along("Cummax Cummin")
-_along("Sort Topk", vmap=True, ranks=True)
+_along(
+    "Sort",
+    vmap=True,
+    ranks=True,
+    aten=(Aten("scatter.src", ("src",), zeros="self", where=lambda get: get("src").shape == get("index").shape),),
+)
+_along("Topk", vmap=True, ranks=True)
 op("FftR2C FftC2R FftC2C", flow=fourier, vmap=True)
 op(
     "Sum Mean Nansum Prod Amax Amin Max Min Median Nanmedian Kthvalue Mode Logsumexp LinalgVectorNorm Norm Var Std"

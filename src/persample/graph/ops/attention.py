@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from ..layout import Outcome
 from ..read.site import Site
 from .dims import keep, leading, of_same_size, only
-from .table import Layouts, Undecided, op
+from .table import Aten, Layouts, Undecided, op
 
 
 def attention(site: Site, k: int, layouts: Layouts) -> Outcome:
@@ -16,8 +18,13 @@ def attention(site: Site, k: int, layouts: Layouts) -> Outcome:
     return keep(layout, shape, target, of_same_size(shape, target, leading(shape, 2)))
 
 
-op(
-    "ScaledDotProductFlashAttentionForCpu ScaledDotProductFlashAttention ScaledDotProductEfficientAttention"
-    " ScaledDotProductCudnnAttention ScaledDotProductFusedAttentionOverrideable",
-    flow={0: attention, 1: attention, 2: attention},
+_attention = partial(op, flow={0: attention, 1: attention, 2: attention})
+
+_attention(
+    "ScaledDotProductFlashAttentionForCpu",
+    aten=(Aten("_scaled_dot_product_flash_attention_for_cpu_backward.default", ("grad_out",), None),),
+)
+_attention(
+    "ScaledDotProductFlashAttention ScaledDotProductEfficientAttention ScaledDotProductCudnnAttention"
+    " ScaledDotProductFusedAttentionOverrideable"
 )

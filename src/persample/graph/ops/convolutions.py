@@ -14,7 +14,7 @@ from ...kernels.norms import wide
 from ..layout import Flow, Outcome, Shape, sample_dims
 from ..read.site import Site
 from .dims import by_letters, keep, leading, only
-from .table import Layouts, Rowwise, op
+from .table import Aten, Layouts, Rowwise, op
 from .use import Use
 
 
@@ -101,6 +101,7 @@ _op = partial(op, flow=FLOW, convolution=True, mixed_dims=mixed_dims)
 _op(
     "Convolution",
     rule=convolution,
+    aten=(Aten("convolution_backward.default", ("grad_output",), None),),
     rowwise=Rowwise(
         {1: ("input",), 2: ("input",)}, ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
     ),

@@ -8,10 +8,9 @@ from outside at all, if it is given data and weights: it can be stated here.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from ..read.compiled import is_compiled
@@ -138,19 +137,20 @@ def taught(node: Node) -> Op | None:
 
 
 def is_known(node: Node) -> bool:
-    """Has somebody said of an opaque node what it does, or that it keeps samples apart?"""
-    return is_vouched_for(node) or taught(node) is not None
+    """Has somebody said of an opaque node what it does, or that it keeps samples apart?
+
+    What is read from the backward of a compiled region does not show what its forward pass has computed values from.
+    """
+    return is_vouched_for(node) or (taught(node) is not None and not is_compiled(node))
 
 
 def is_vouched_for(node: Node) -> bool:
     """Has somebody stated of an opaque node that it keeps samples apart?"""
-    if is_compiled(node):
-        return COMPILED in _APART
     return is_custom(node) and _key_of(node) in _APART
 
 
-def _key_of(node: BackwardCFunction) -> Key:
-    return op_of(node) or function_of(node)
+def _key_of(node: Any) -> Key:
+    return COMPILED if is_compiled(node) else op_of(node) or function_of(node)
 
 
 def _key(function: object) -> Key:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from ..layout import Outcome
 from ..read.site import Site
 from .dims import keep, leading, only
-from .table import FlowRule, Layouts, op
+from .table import Aten, FlowRule, Layouts, op
 
 
 def last_dims(mixed: int) -> FlowRule:
@@ -30,23 +32,43 @@ def batches(rank: int | None = None) -> FlowRule:
     return flow
 
 
-op(
-    "ReflectionPad1D ReplicationPad1D UpsampleLinear1D UpsampleNearest1D UpsampleNearestExact1D",
-    flow=last_dims(1),
+def _by(name: str) -> tuple[Aten, ...]:
+    """Compiled regions call its backward by this name."""
+    return (Aten(name, ("grad_output",)),)
+
+
+_signal, _image, _volume = (partial(op, flow=last_dims(dims)) for dims in (1, 2, 3))
+
+_signal("UpsampleLinear1D UpsampleNearest1D UpsampleNearestExact1D")
+_signal("ReflectionPad1D", aten=_by("reflection_pad1d_backward.default"))
+_signal("ReplicationPad1D", aten=_by("replication_pad1d_backward.default"))
+_image(
+    "UpsampleBilinear2D UpsampleBicubic2D UpsampleBicubic2DAa AdaptiveMaxPool2D MaxPool2D FractionalMaxPool2D"
+    " MaxUnpool2D MkldnnMaxPool2D MkldnnAdaptiveAvgPool2D"
 )
-op(
-    "ReflectionPad2D ReplicationPad2D UpsampleBilinear2D UpsampleBilinear2DAa UpsampleBicubic2D UpsampleBicubic2DAa"
-    " UpsampleNearest2D UpsampleNearestExact2D AvgPool2D AdaptiveAvgPool2D AdaptiveMaxPool2D MaxPool2D"
-    " MaxPool2DWithIndices FractionalMaxPool2D MaxUnpool2D MkldnnMaxPool2D MkldnnAdaptiveAvgPool2D",
-    flow=last_dims(2),
+_image("ReflectionPad2D", aten=_by("reflection_pad2d_backward.default"))
+_image("ReplicationPad2D", aten=_by("replication_pad2d_backward.default"))
+_image("AvgPool2D", aten=_by("avg_pool2d_backward.default"))
+_image("AdaptiveAvgPool2D", aten=_by("_adaptive_avg_pool2d_backward.default"))
+_image("MaxPool2DWithIndices", aten=_by("max_pool2d_with_indices_backward.default"))
+_image("UpsampleNearest2D", aten=_by("upsample_nearest2d_backward.default"))
+_image("UpsampleNearestExact2D", aten=_by("_upsample_nearest_exact2d_backward.default"))
+_image("UpsampleBilinear2DAa", aten=_by("_upsample_bilinear2d_aa_backward.default"))
+_volume(
+    "UpsampleTrilinear3D UpsampleNearest3D UpsampleNearestExact3D AdaptiveMaxPool3D FractionalMaxPool3D MaxUnpool3D"
+    " MkldnnMaxPool3D PixelShuffle PixelUnshuffle"
 )
+_volume("ReflectionPad3D", aten=_by("reflection_pad3d_backward.default"))
+_volume("ReplicationPad3D", aten=_by("replication_pad3d_backward.default"))
+_volume("AvgPool3D", aten=_by("avg_pool3d_backward.default"))
+_volume("AdaptiveAvgPool3D", aten=_by("_adaptive_avg_pool3d_backward.default"))
+_volume("MaxPool3DWithIndices", aten=_by("max_pool3d_with_indices_backward.default"))
 op(
-    "ReflectionPad3D ReplicationPad3D UpsampleTrilinear3D UpsampleNearest3D UpsampleNearestExact3D AvgPool3D"
-    " AdaptiveAvgPool3D AdaptiveMaxPool3D MaxPool3DWithIndices FractionalMaxPool3D MaxUnpool3D MkldnnMaxPool3D"
-    " PixelShuffle PixelUnshuffle",
-    flow=last_dims(3),
+    "GridSampler2D",
+    flow={0: batches(4), 1: batches(4)},
+    aten=(Aten("grid_sampler_2d_backward.default", ("grad_output",), None),),
 )
-op("GridSampler2D CudnnGridSampler", flow={0: batches(4), 1: batches(4)})
+op("CudnnGridSampler", flow={0: batches(4), 1: batches(4)})
 op("GridSampler3D", flow={0: batches(5), 1: batches(5)})
 op("AffineGridGenerator", flow=batches(3))
 op("Im2Col", flow=batches(4))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from ..sample_rows import sum_per_sample
 from . import convolutions
 from .broadcast import dense
 from .dims import follow, keep, leading, only
-from .table import Layouts, Rowwise, op
+from .table import Aten, Layouts, Rowwise, op
 from .use import Use
 
 
@@ -180,4 +181,13 @@ _batch_norm(
 _batch_norm("BatchNormWithUpdate", averages_batch=lambda site: True)
 _batch_norm("NativeBatchNormLegitNoTraining BatchNormNoUpdate", averages_batch=lambda site: False)
 
-op("WeightNormInterface", pull=weight_norm)
+_SAVED: dict[str, Callable[[Callable[[str], Any]], Any]] = {
+    "v": lambda get: get("saved_v"),
+    "g": lambda get: get("saved_g"),
+    "result1": lambda get: get("saved_norms"),
+}
+op(
+    "WeightNormInterface",
+    pull=weight_norm,
+    aten=(Aten("_weight_norm_interface_backward.default", ("grad_w",), None, saved=_SAVED),),
+)

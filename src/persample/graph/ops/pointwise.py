@@ -16,7 +16,7 @@ from ..read.invoke import call
 from ..read.site import Site
 from .broadcast import dense
 from .dims import only
-from .table import EVERY, Layouts, Undecided, op
+from .table import EVERY, Aten, Layouts, Undecided, op
 from .use import Use
 
 
@@ -91,9 +91,12 @@ def cast(site: Site, factor: Factor, target: Shape) -> Factor | None:
 
 _op = partial(op, flow={EVERY: elementwise}, by_shape=True, pointwise=True, rule=backward)
 
-_op("Clone", vmap=True, view=True, lift=same, shape_follows=True)
+_COPIES = tuple(Aten(f"{name}.default", ("self",)) for name in ("clone", "alias", "detach"))
+_CASTS = (Aten("_to_copy.default", ("self",)), Aten("prims.convert_element_type.default", ("a",)))
+
+_op("Clone", vmap=True, view=True, lift=same, shape_follows=True, aten=_COPIES)
 _op("Alias", vmap=True, view=True, lift=same)
-_op("ToCopy", vmap=True, view=True, lift=cast)
+_op("ToCopy", vmap=True, view=True, lift=cast, aten=_CASTS)
 _op("Expand", rule=expand, vmap=True, shares_memory=True, new_rows=lambda node, shape: ())
 _op("Add", rule=add, vmap=True, shape_follows=True)
 _op("Sub", rule=subtract, vmap=True, shape_follows=True)

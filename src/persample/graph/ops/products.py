@@ -20,7 +20,7 @@ from ..read.site import Site
 from ..sample_rows import SampleRows
 from .broadcast import dense
 from .dims import by_letters, follow, only, unbroadcast
-from .table import EVERY, Layouts, Product, Rowwise, op
+from .table import EVERY, Aten, Layouts, Product, Rowwise, op
 from .use import Use
 
 
@@ -28,6 +28,14 @@ def _product(names: str, result: str, operands: Mapping[int, str], saved: tuple[
     """Enter a product of two operands; whatever else it has is added to it."""
     flows = {0: added, **by_letters(result, operands)}
     op(names, flow=flows, product=Product(result, operands, saved), **known)
+
+
+def _aten_product(name: str) -> tuple[Aten, ...]:
+    """A product a @ b is the backward of others: of a' = a @ bᵀ with cotangent a, and of b' = aᵀ @ b with b."""
+    return (
+        Aten(name, ("self",), 0, saved={"mat2": lambda get: get("mat2").mT}),
+        Aten(name, ("mat2",), 1, saved={"self": lambda get: get("self").mT}),
+    )
 
 
 def added(site: Site, k: int, layouts: Layouts) -> Outcome:
@@ -248,6 +256,7 @@ _product(
     "ij",
     {0: "ik", 1: "kj"},
     ("self", "mat2"),
+    aten=_aten_product("mm.default"),
     rule=mm,
     rowwise=Rowwise({1: ("self",)}),
     vmap=True,
@@ -266,7 +275,16 @@ _product(
     saved_data=("mat1", 1),
 )
 _product("SparseAddmm", "ij", {1: "ik", 2: "kj"}, ("mat1", "mat2"), rule=addmm)
-_product("Bmm", "nij", {0: "nik", 1: "nkj"}, ("self", "mat2"), rule=bmm, vmap=True, shape_follows=True)
+_product(
+    "Bmm",
+    "nij",
+    {0: "nik", 1: "nkj"},
+    ("self", "mat2"),
+    aten=_aten_product("bmm.default"),
+    rule=bmm,
+    vmap=True,
+    shape_follows=True,
+)
 _product("Baddbmm", "nij", {1: "nik", 2: "nkj"}, ("batch1", "batch2"), rule=baddbmm, vmap=True)
 _product("Addbmm", "ij", {1: "nik", 2: "nkj"}, ("batch1", "batch2"), rule=addbmm, vmap=True)
 _product("Mv", "i", {0: "ik", 1: "k"}, ("self", "vec"), rule=mv, vmap=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from ..layout import NOBODY, Flow, Labels, Layout, Outcome, Shape, labels, same,
 from ..read.site import Site
 from ..sample_rows import SampleRows
 from .dims import but, follow, keep, only
-from .table import EVERY, Layouts, Undecided, op
+from .table import EVERY, Aten, Layouts, Undecided, op
 from .use import Use
 
 
@@ -180,6 +181,11 @@ def padded(site: Site, k: int, layouts: Layouts) -> Outcome:
     return keep(only(layouts), shape, site.target(k), but(shape, *wider))
 
 
+def _with_zeros(get: Callable[[str], Any]) -> bool:
+    """Cotangents are padded as data are, if with zeros: what has no padding stays."""
+    return bool(get("value") == 0)
+
+
 def windows(site: Site, k: int, layouts: Layouts) -> Outcome:
     """Windows along one dim, whose elements are in a new last dim."""
     shape, target = site.shapes[0], site.target(k)
@@ -191,13 +197,26 @@ def windows(site: Site, k: int, layouts: Layouts) -> Outcome:
 
 _section = partial(op, section=True, vmap=True)
 
-_section("Slice", flow=slice_of_dim, lift=lift_slice, shares_memory=True)
-_section("Select", flow=place_in_dim, lift=lift_place, shares_memory=True)
-_section("Split UnsafeSplit SplitWithSizes", flow=pieces)
+_section(
+    "Slice",
+    flow=slice_of_dim,
+    lift=lift_slice,
+    shares_memory=True,
+    aten=(Aten("slice_scatter.default", ("src",), zeros="self"),),
+)
+_section(
+    "Select",
+    flow=place_in_dim,
+    lift=lift_place,
+    shares_memory=True,
+    aten=(Aten("select_scatter.default", ("src",), zeros="self"),),
+)
+_section("Split", flow=pieces, aten=(Aten("cat.default", ("tensors",)),))
+_section("UnsafeSplit SplitWithSizes", flow=pieces)
 op("UnsafeSplitWithSizes", section=True, flow=pieces)
 _section("Unbind", flow=places)
 op("Stack", flow={EVERY: stacked}, vmap=True)
 op("Cat", flow={EVERY: concatenated}, vmap=True)
 op("Repeat", flow=repeated, rule=repeat, vmap=True)
-op("ConstantPadNd", flow=padded, vmap=True)
+op("ConstantPadNd", flow=padded, vmap=True, aten=(Aten("constant_pad_nd.default", ("self",), where=_with_zeros),))
 op("Unfold", flow=windows)

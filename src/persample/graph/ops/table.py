@@ -50,11 +50,29 @@ class Rowwise:
     options: tuple[str, ...] = ()  # what the nodes must have in common
 
 
+@dataclass(frozen=True, slots=True)
+class Aten:
+    """A call in the backward of a compiled region that computes what nodes of an op would.
+
+    An aten op that is applied to cotangents is the backward of another op, mostly of another name: ``slice_scatter`` is
+    that of ``Slice``, ``permute`` that of ``Permute`` with the inverse order.
+    """
+
+    name: str  # with the overload: ``mm.default``
+    cotangents: tuple[str, ...]  # the arguments that are cotangents
+    output: int | None = 0  # which backward output it returns; None: all of them, in order
+    zeros: str | None = None  # the argument into which it writes, which must be zeros
+    # What the node would have saved, if that is not the argument of the same name: from a way to get arguments.
+    saved: Mapping[str, Callable[[Callable[[str], Any]], Any]] = field(default_factory=dict)
+    where: Callable[[Callable[[str], Any]], bool] | None = None  # must hold of the arguments
+
+
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Op:
     """All that is known of one kind of node; by default nothing, as of ops without an entry."""
 
     name: str = ""
+    aten: tuple[Aten, ...] = ()  # the calls by which compiled regions compute its backward
     # Where samples go, by backward output; outputs that are not named are left to the data of the call.
     flow: Mapping[int, FlowRule] = field(default_factory=dict)
     by_shape: bool = False  # the flow depends on nothing but shapes, and is the same for all operands
@@ -155,6 +173,15 @@ def _lookup(node: Node) -> Op:
 def named(name: str) -> Op:
     """The entry of one name, or `UNKNOWN`."""
     return _ENTRIES.get(name, UNKNOWN)
+
+
+def aten_calls() -> dict[str, list[tuple[Op, Aten]]]:
+    """What calls of aten ops compute, by the name of the aten op."""
+    found: dict[str, list[tuple[Op, Aten]]] = {}
+    for entry in entries():
+        for call in entry.aten:
+            found.setdefault(call.name, []).append((entry, call))
+    return found
 
 
 def entries() -> Iterator[Op]:

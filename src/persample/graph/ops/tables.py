@@ -5,9 +5,10 @@ Dims that are not indexed carry the sample over; along an indexed one, the indic
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from ..read.site import Site
 from ..sample_rows import SampleRows
 from .along_dims import along_dim
 from .dims import but, follow, only
-from .table import Layouts, Undecided, op
+from .table import Aten, Layouts, Undecided, op
 from .use import Use
 
 # --- what all of them share ---
@@ -186,7 +187,19 @@ def _bag_maxima(use: Use, samples: SampleRows) -> Factor:
     return View(factor, use.target, Reshape(factor.shape, use.target))
 
 
-op("EmbeddingBag", flow=bag_flow, rule=bag, new_rows=_all_dims, counts_reads=True)
+_BAG_RESULTS: dict[str, Callable[[Callable[[str], Any]], Any]] = {
+    "result1": lambda get: get("offset2bag"),
+    "result2": lambda get: get("bag_size"),
+    "result3": lambda get: get("maximum_indices"),
+}
+op(
+    "EmbeddingBag",
+    flow=bag_flow,
+    rule=bag,
+    new_rows=_all_dims,
+    counts_reads=True,
+    aten=(Aten("_embedding_bag_backward.default", ("grad",), saved=_BAG_RESULTS, where=lambda get: not get("sparse")),),
+)
 
 
 # --- rows and elements by index ---
@@ -283,6 +296,30 @@ def index(use: Use) -> Factor | None:
     return None if samples is None else _rows(use, samples, flat.reshape(-1), use.g, len(indices))
 
 
+def lift_index(site: Site, factor: Factor, target: Shape) -> Factor | None:
+    """A table read by row, once for all samples."""
+    first, *others = site.value("indices")
+    if first is None or _is_mask(first) or any(t is not None for t in others):
+        return None
+    return _read_once(factor, target, torch.where(first < 0, first + target[0], first))
+
+
+def _adds(get: Callable[[str], Any]) -> bool:
+    """Rows that are read twice get both cotangents, which have the shape of what was read."""
+    indices = {d: i for d, i in enumerate(get("indices")) if i is not None}
+    if not get("accumulate") or not indices or any(_is_mask(i) for i in indices.values()):
+        return False
+    block, _ = _block_of_indices(indices)
+    kept = [n for d, n in enumerate(get("self").shape) if d not in indices]
+    read = torch.broadcast_shapes(*[i.shape for i in indices.values()])
+    return tuple(get("values").shape) == (*kept[: block.start], *read, *kept[block.start :])
+
+
+def _whole_source(get: Callable[[str], Any]) -> bool:
+    """A source may be larger than its index, and is then read in part."""
+    return bool(get("src").shape == get("index").shape)
+
+
 def _dims_of_first_index(site: Site) -> list[int] | None:
     first, *others = site.value("indices")
     if first is None or _is_mask(first) or any(t is not None for t in others):
@@ -291,7 +328,7 @@ def _dims_of_first_index(site: Site) -> list[int] | None:
 
 
 _index = partial(op, flow=index_flow, rule=index, section=True, new_rows=_all_dims, read_dims=_dims_of_first_index)
-_index("Index", vmap=True)
+_index("Index", vmap=True, lift=lift_index, aten=(Aten("index_put.default", ("values",), zeros="self", where=_adds),))
 _index("UnsafeIndex")
 
 
@@ -320,5 +357,11 @@ def gather(use: Use) -> Factor | None:
     return _rows(use, samples, flat.reshape(-1), use.g.reshape(-1), len(use.target))
 
 
-op("Gather", flow=along_dim, rule=gather, new_rows=_all_dims)
+op(
+    "Gather",
+    flow=along_dim,
+    rule=gather,
+    new_rows=_all_dims,
+    aten=(Aten("scatter_add.default", ("src",), zeros="self", where=_whole_source),),
+)
 op("MaskedSelect", new_rows=_all_dims)

@@ -10,7 +10,7 @@ from ...factors.rearrange import AsComplex, Flip, Permute, Reshape, Roll
 from ..layout import Outcome, Shape, reshape
 from ..read.site import Site
 from .dims import but, keep, only
-from .table import Layouts, op
+from .table import Aten, Layouts, op
 
 
 def same_order(site: Site, k: int, layouts: Layouts) -> Outcome:
@@ -80,6 +80,11 @@ def _moved(factor: Factor, target: Shape, dims: Sequence[int]) -> Factor:
     return View(factor, target, Permute(tuple(dims)))
 
 
+def _inverse(dims: Sequence[int]) -> list[int]:
+    order = [d % len(dims) for d in dims]
+    return [order.index(d) for d in range(len(order))]
+
+
 def real_and_imaginary(site: Site, k: int, layouts: Layouts) -> Outcome:
     """A last dim of two numbers has come."""
     shape = site.shapes[0]
@@ -118,14 +123,29 @@ def lift_rolled(site: Site, factor: Factor, target: Shape) -> Factor | None:
 
 _view = partial(op, view=True, vmap=True)
 
-_view("View UnsafeView ReshapeAlias Squeeze Unsqueeze", flow=same_order, by_shape=True, lift=lift_view)
+_RESHAPES = ("view.default", "reshape.default", "_unsafe_view.default", "unsqueeze.default")
+_SQUEEZES = ("squeeze.default", "squeeze.dim", "squeeze.dims")
+_reshape = partial(_view, flow=same_order, by_shape=True, lift=lift_view)
+
+_reshape("View", aten=tuple(Aten(name, ("self",)) for name in (*_RESHAPES, *_SQUEEZES)))
+_reshape("UnsafeView ReshapeAlias Squeeze Unsqueeze")
 _view("T", flow=transposed, by_shape=True, lift=lift_transposed, shape_follows=True, has_options=False)
 _view("Transpose", flow=swapped, lift=lift_swapped)
-_view("Permute", flow=permuted, lift=lift_permuted)
+_view(
+    "Permute",
+    flow=permuted,
+    lift=lift_permuted,
+    aten=(Aten("permute.default", ("self",), saved={"dims": lambda get: _inverse(get("dims"))}),),
+)
 op("ReshapeCopy MkldnnReshape", flow=same_order)
 op("ViewAsReal", flow=real_and_imaginary, lift=lift_real_and_imaginary)
 op("ViewAsComplex", flow=complex_numbers, vmap=True)
-op("Flip", flow=rearranged, lift=lift_flipped)
+op(
+    "Flip",
+    flow=rearranged,
+    lift=lift_flipped,
+    aten=(Aten("flip.default", ("self",)), Aten("prims.rev.default", ("a",))),
+)
 op("Roll", flow=rearranged, lift=lift_rolled)
 op("Diagonal DiagEmbed Trace", vmap=True)
 op("AsStrided", in_place=True)

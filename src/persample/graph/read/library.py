@@ -44,7 +44,12 @@ def registered(name: str) -> bool:
 def arguments(name: str) -> tuple[str, ...]:
     """The names of the arguments of an op that has no overloads."""
     namespace, op = name.split("::")
-    return tuple(argument.name for argument in getattr(getattr(torch.ops, namespace), op).default._schema.arguments)
+    return tuple(argument.name for argument in schema_of(getattr(getattr(torch.ops, namespace), op).default).arguments)
+
+
+def schema_of(overload: Any) -> Any:
+    """The arguments of an overload with their defaults, and whether it writes to them."""
+    return overload._schema
 
 
 def op_of(node: BackwardCFunction) -> str | None:
