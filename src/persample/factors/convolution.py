@@ -101,7 +101,8 @@ class Convolution(Factor):
         return Sizes.of(self.x, self.dy, self.size, self.geometry)
 
     def prefers_stack(self, reused: bool) -> bool:
-        return keeps_stack(self._sizes) if reused else choose(self._sizes, "norms") == "stack"
+        sizes = replace(self._sizes, B=_SOME_SAMPLES) if is_traced() else self._sizes  # a graph is for all batch sizes
+        return keeps_stack(sizes) if reused else choose(sizes, "norms") == "stack"
 
     @property
     def _asks_ops(self) -> bool:

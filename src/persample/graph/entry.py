@@ -129,6 +129,7 @@ def planned(
     tensors, graph = list(params.values()), graph or roots.read()
     terms: Hashable = check.terms if check else None
     terms = ("independent", terms) if independent else terms
+    terms = ("traced", terms) if is_traced() else terms  # which are bundled otherwise
     key = key_of(graph, roots, tensors, ordinary, check.known if check else {}, terms)
     look = independent or check is not None or roots.losses is None or can_look(roots.losses.device)
     made = None if key is None else recall(key, graph, look)

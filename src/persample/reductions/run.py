@@ -12,6 +12,7 @@ from torch import Tensor
 from ..distributed import Ranks
 from ..factors import Dense, Factor, Workspace, split
 from ..factors.dense import is_worth_writing_out
+from ..kernels.certificates import is_traced
 from ..kernels.devices import launches_cost
 from ..kernels.pages import POOL, recycled
 from ..numberless import faking
@@ -19,6 +20,7 @@ from .base import Call, Reduction
 
 _LEAST_MEMORY = 2**22  # bytes for temporaries, however small the model
 _ACCELERATORS_LEAST = 2**26  # the same where chunks cost launches
+_SOME_SAMPLES = 32
 
 
 class Run:
@@ -56,6 +58,8 @@ class Run:
         """Let temporaries take as much memory as the forward pass has kept, unless the caller has given a bound."""
         if not self._memory_is_given:
             least = _ACCELERATORS_LEAST if launches_cost(self.call.device) else _LEAST_MEMORY
+            if is_traced():  # what is kept is to be the same for all batch sizes
+                least = least // _SOME_SAMPLES * self.call.batch
             self._space.limit = max(activation_bytes, least)
 
     def add(self, names: Sequence[str], factor: Factor) -> None:

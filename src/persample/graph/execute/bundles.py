@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ...kernels.certificates import is_traced
 from ..layout import Block
 from ..read.notes import unnoted
 from ..read.saved import has, in_checkpoint, metadata, read, tensor
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
 _LARGEST = 2**16  # numbers in a cotangent; of larger ones, a copy costs more than it saves
 _MOST = 2**23  # numbers that a forward pass may keep, as bundles wait for the end of the backward
+_LARGEST_SAMPLE = (
+    2**14
+)  # numbers of one sample in a cotangent, for graphs: these are to be the same for all batch sizes
 Saved = Mapping[str, Tensor | None]
 
 
@@ -88,7 +92,7 @@ def joined(tensors: Sequence[Tensor], rounds: int) -> Tensor:
 
 def bundle_up(plan: CapturePlan) -> None:
     """Make one bundle of uses that the engine passes, and that are alike."""
-    if plan.activations > _MOST:
+    if plan.activations > _MOST and not is_traced():
         return
     alike: dict[Hashable, list[Bundle]] = {}
     for use in plan.uses:
@@ -115,7 +119,9 @@ def _kind(plan: CapturePlan, use: Bundle) -> Hashable:
     reads, options = op.rowwise.reads, op.rowwise.options
     layout, size = plan.samples.cotangents.get((number, 0)), prod(shapes[0])
     whole_rows = size and isinstance(layout, Block) and layout.inner % prod(shapes[0][1:]) == 0
-    if not whole_rows or not reads.keys() >= set(use.outputs) or size > _LARGEST or in_checkpoint(node):
+    if not whole_rows or not reads.keys() >= set(use.outputs) or in_checkpoint(node):
+        return None
+    if size > (_LARGEST_SAMPLE * layout.batch if is_traced() else _LARGEST):
         return None
     ways = []
     for k in use.outputs:
