@@ -19,7 +19,7 @@ from ..reductions import Reduction
 from ..trees import leaves, tree_map
 from ..verbs import reduce
 from .answers import differing
-from .build import Backend, Build, build
+from .build import Answer, Backend, Build, build
 from .compilers import captured, could_not_capture, too_many_captures, without_checkpoints
 from .facts import Facts, changes, facts_of
 from .refusal import NotCompiled
@@ -220,7 +220,7 @@ class CompiledStep:
             made = self._make(call, losses, facts)
         if made is None:
             return
-        _check(made, call, want)
+        call.answer = _checked(made, call, want)
         region.builds[region.sizes(call.inputs)] = made
         region.draws = made.draws
 
@@ -257,13 +257,14 @@ class CompiledStep:
             print(f"persample: {message}", file=sys.stderr, flush=True)
 
 
-def _check(made: Build, call: Call, want: tuple[Any, ...]) -> None:
-    """Refuse a build whose first answer is not that of the eager engine."""
+def _checked(made: Build, call: Call, want: tuple[Any, ...]) -> Answer:
+    """A build's first answer, which is that of the eager engine, or the build is refused."""
     assert call.before is not None
     call.before.restore()
     got = made.answer(call.inputs)
     if got.doubt is None and (where := differing(got.results, want, made.narrowest)) is not None:
         raise NotCompiled(f"the compiled step gives another answer than the eager engine: {where}")
+    return got
 
 
 def _outside_of_inference(tree: Any) -> Any:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..kernels.certificates import is_traced
 from ..kernels.devices import can_look
 from ..kernels.norms import wide
 from .balance import Balance, TermSizes
@@ -86,6 +87,9 @@ class StackSum(IntegerSum):
 def _add_rounded(rows: Tensor, scales: Tensor, total: Tensor, space: Workspace) -> None:
     """total += Σ_b rows[b] · scales[b], each product rounded to a whole number."""
     dtype = wide(rows.dtype)
+    if is_traced():  # all at once: what a sample adds is bounded, and so is the sum
+        total += rounded(rows, scales).to(total.dtype).sum(0)
+        return
     if not can_look(rows.device):
         for few in space.chunks(len(rows), rows.shape[1] * 8, most=_ROWS_AT_A_TIME):
             total += rounded(rows[few], scales[few]).sum(0).to(total.dtype)
@@ -252,7 +256,9 @@ def rounded(rows: Tensor, scales: Tensor) -> Tensor:
     """(B, ...) times scales (B,), rounded to the nearest whole numbers, in float32 or float64."""
     dtype, scales = wide(rows.dtype), scales.to(rows.device)
     if not can_look(rows.device):
-        return (rows.double() * scales.double().view(-1, *[1] * (rows.ndim - 1))).round_()
+        each = scales.double().view(-1, *[1] * (rows.ndim - 1))
+        whole = (rows.double() * each).round_()
+        return torch.where(each == 0, 0, whole) if is_traced() else whole  # zero times NaN is not zero
     large = _beyond_float32(scales, dtype)
     each = scales.to(dtype).view(-1, *[1] * (rows.ndim - 1))
     whole = (rows.to(dtype) * each).round_()
