@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors
 
 from ..distributed import is_sharded
 from ..graph.read.saved import version
@@ -24,13 +26,37 @@ class Taken:
 
 def take(tensors: Mapping[str, Tensor]) -> Taken:
     """One number for each tensor, computed from the part that this process has."""
+    lines: dict[torch.device, tuple[list[str], list[Tensor]]] = {}
+    small: dict[tuple[torch.device, torch.dtype], list[str]] = {}
     with torch.no_grad():
-        numbers = {name: _bits(t.detach()) for name, t in tensors.items()}
-    on: dict[torch.device, list[str]] = {}
-    for name, number in numbers.items():
-        on.setdefault(number.device, []).append(name)
-    lines = {device: (names, torch.stack([numbers[name] for name in names])) for device, names in on.items()}
-    return Taken(list(tensors), lines)
+        for name, t in tensors.items():
+            if type(t) in _ORDINARY and t.dtype in _WHOLE and t.numel() <= _SMALL:
+                small.setdefault((t.device, t.dtype), []).append(name)
+            else:
+                number = _bits(t.detach())
+                _add(lines, [name], number.unsqueeze(0))
+        for names in small.values():
+            _add(lines, names, _bits_of_many([tensors[name] for name in names]))
+    return Taken(list(tensors), {device: (names, torch.cat(each)) for device, (names, each) in lines.items()})
+
+
+def _add(lines: dict[torch.device, tuple[list[str], list[Tensor]]], names: list[str], numbers: Tensor) -> None:
+    known, each = lines.setdefault(numbers.device, ([], []))
+    known += names
+    each.append(numbers)
+
+
+_ORDINARY = {Tensor, nn.Parameter}
+_WHOLE = {torch.float32: torch.int32, torch.float64: torch.int64}
+_SMALL = 2**13  # elements, below which one call for many tensors costs less than one for each
+
+
+def _bits_of_many(tensors: Sequence[Tensor]) -> Tensor:
+    """Like `_bits`, of tensors of one dtype, from differences of sums over all of them, which wrap around."""
+    line: Tensor = _flatten_dense_tensors(tensors).reshape(-1)  # type: ignore[no-untyped-call]
+    sums = line.view(_WHOLE[line.dtype]).cumsum(0, dtype=torch.int64)
+    ends = torch.tensor(list(accumulate([0, *[t.numel() for t in tensors]])), device=line.device)
+    return nn.functional.pad(sums, (1, 0))[ends].diff()
 
 
 def read(*every: Taken) -> list[dict[str, int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..factors.limits import Unit
 from ..reductions import ClippedSum
 from ..reductions.exact import ExactClippedSum
 from .binding import Binding, mark, trainable
@@ -31,7 +32,7 @@ from .sampling import BatchPart, Sampler, check_data, loader, most_samples
 from .sources import make_source
 from .state import Checkpoint, load, read
 from .steady import Steady
-from .sums import Clipped, Sums, Whole
+from .sums import Clipped, Line, Sums, Whole, divided
 from .team import Team
 from .teams import team_of
 from .world import World
@@ -106,6 +107,7 @@ class Private:
         self._compiled = None if compile is None else self._compile(compile, backend)
         self._physical = most_samples(plan)  # how many samples there may be in a part of a batch
         self._part: BatchPart | None = None  # yielded, and not stepped yet
+        self._known_units: tuple[float | None, Mapping[str, Unit]] | None = None  # and the bound that they are for
         self._marked = 0
         self._warned = False  # of earlier runs
         self._calls = 0  # of batches()
@@ -307,31 +309,38 @@ class Private:
         """This step's clipped sum, for as many samples as a batch may have."""
         return ExactClippedSum(self._clipper.reduction(), most_samples(self.plan), padding)
 
+    def _units(self) -> Mapping[str, Unit]:
+        """The units of this step's sums."""
+        if self._known_units is None or self._known_units[0] != self.bound:
+            self._known_units = self.bound, self._exactly().units_for(self._binding.params)
+        return self._known_units[1]
+
     def _release(self, part: BatchPart) -> None:
         """Account, then add noise and write ``p.grad``: all of it, or nothing more until the run is resumed."""
         params, counted_in = self._binding.params, self._clipper.counted_in
         with self._releases.one() as number:
-            sums = self._sums.take(self._exactly().units_for(params), counted_in)
+            sums = self._sums.take(self._units(), counted_in)
             with self._team.accounting():
                 self._ledger.account(part.opens_pass)
             scale = Scale(
                 sensitivity=self._clipper.sensitivity() * self.plan.contributions,
                 noise_multiplier=self.plan.noise,
-                size=sum(p.numel() * (2 if p.is_complex() else 1) for p in params.values()) + (counted_in is not None),
+                size=self._binding.size + (counted_in is not None),
             )
 
             def noisy(sums: Sequence[Whole], stream: int = 0) -> list[Tensor]:
-                noisy_sums = [whole.on_grid(scale.grid if self.plan.noise else None) for whole in sums]
-                add_noise(noisy_sums, scale, self._source, number, stream)
-                return noisy_sums
+                line = Line.of(sums, scale.grid if self.plan.noise else None)
+                add_noise(line.tensors, scale, self._source, number, stream)
+                return line.parts
 
             released = self._team.release(sums, noisy)
             if counted_in is not None:
                 self._clipper.follow(released.pop())
             self._gradients.released()
             self._steady.released()
-            for p, total in zip(params.values(), released, strict=True):
-                self._team.give(p, total.div_(self.plan.batch_size))
+            means = divided(released, self.plan.batch_size, self._sums.shaped_like)
+            for p, mean in zip(params.values(), means, strict=True):
+                self._team.give(p, mean)
 
     def state_dict(self) -> dict[str, Any]:
         """The accounts, and what they are bound to: numbers, strings, lists and dicts, no tensors.

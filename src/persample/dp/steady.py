@@ -6,7 +6,7 @@ import warnings
 
 from torch import nn
 
-from ..distributed import owners
+from .census import Census
 from .errors import PrivacyError, PrivacyWarning
 from .fingerprints import Taken, read, take
 
@@ -21,7 +21,7 @@ class Steady:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self._census = Census(model)
         self._before = Taken((), {})
         self._checked: dict[str, int] = {}  # the parameters with which the last step was made
         self._unapplied: dict[str, int] | None = None  # the parameters for which a gradient was released
@@ -61,4 +61,4 @@ class Steady:
             )
 
     def _now(self) -> Taken:
-        return take(owners(dict(self._model.named_parameters())))
+        return take(self._census.named())
