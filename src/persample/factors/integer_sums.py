@@ -73,6 +73,8 @@ class StackSum(IntegerSum):
     def totals(self, weights: Tensor, parts: int = 1, *, at_once: bool = False) -> Tensor:
         factor, scales = self._factor, weights / self._unit.size
         shape = (*factor.shape, 2) if factor.dtype.is_complex else factor.shape
+        if is_traced() and factor.batch and factor.numel:
+            return self._in_a_graph(scales, parts).view(parts, *shape)
         totals = torch.zeros(parts, math.prod(shape), dtype=self._unit.dtype, device=factor.device)
         each = factor.batch // parts
         if totals.numel() and each:
@@ -84,12 +86,17 @@ class StackSum(IntegerSum):
         return totals.view(parts, *shape)
 
 
+    def _in_a_graph(self, scales: Tensor, parts: int) -> Tensor:
+        """(parts, elements): all samples at once, as what each adds is bounded, and so is the sum; nothing in place."""
+        stacks = [real_matrix(stack) for _, stack in precise_stacks(self._factor, self._space)]
+        rows = stacks[0] if len(stacks) == 1 else torch.cat(stacks)
+        whole = rounded(rows, scales).to(self._unit.dtype)
+        return whole.view(parts, len(rows) // parts, rows.shape[1]).sum(1)
+
+
 def _add_rounded(rows: Tensor, scales: Tensor, total: Tensor, space: Workspace) -> None:
     """total += Σ_b rows[b] · scales[b], each product rounded to a whole number."""
     dtype = wide(rows.dtype)
-    if is_traced():  # all at once: what a sample adds is bounded, and so is the sum
-        total += rounded(rows, scales).to(total.dtype).sum(0)
-        return
     if not can_look(rows.device):
         for few in space.chunks(len(rows), rows.shape[1] * 8, most=_ROWS_AT_A_TIME):
             total += rounded(rows[few], scales[few]).sum(0).to(total.dtype)
