@@ -34,6 +34,11 @@ def gradients(run: dp.Private, model: nn.Module, batch: Any, *, whole: bool) -> 
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}, record
 
 
+def train(run: dp.Private, data: TensorDataset, **options: Any) -> None:
+    for batch in run.batches(data, **options):
+        run.step(*batch)
+
+
 def assert_alike(ours: dict[str, Tensor], theirs: dict[str, Tensor], bound: float) -> None:
     for name, want in theirs.items():
         torch.testing.assert_close(ours[name], want, rtol=0, atol=1e-5 * bound)
@@ -57,8 +62,9 @@ def test_steps_are_those_of_the_eager_engine(name: str) -> None:
     assert len(sizes) > 2
     assert plain.spent() == fast.spent()
     assert plain.bound == pytest.approx(fast.bound) if plain.bound else fast.bound is None
-    assert fast._compiled is not None and fast._compiled.refused is None
-    assert len(fast._compiled.builds) == 1 and fast._compiled.doubts == 0
+    steps = fast._compiled
+    assert steps is not None
+    assert (steps.refused, len(steps.builds), steps.doubts) == (None, 1, 0)
 
 
 def whole_sums(run: dp.Private, batch: Any, padding: int = 0) -> dict[str, Tensor]:
@@ -110,7 +116,9 @@ def test_what_a_sample_adds_does_not_depend_on_others(name: str) -> None:
     for one in range(len(x)):
         alone = whole_sums(run, (x[[one, one]], y[[one, one]]), padding=1)
         assert float(torch.cat([(alone[n] * units[n].size).flatten() for n in every]).norm()) <= bound
-    assert run._compiled is not None and run._compiled.doubts > 0 and len(run._compiled.builds) == 1
+    assert run._compiled is not None
+    assert run._compiled.doubts > 0
+    assert len(run._compiled.builds) == 1
 
 
 class Centered(nn.Module):
@@ -130,8 +138,7 @@ class Centered(nn.Module):
 def test_samples_that_interact_are_refused(detached: bool) -> None:
     run = compiled(Centered(detached))
     with pytest.raises(ps.InteractionError, match="interact"):
-        for batch in run.batches(dataset()):
-            run.step(*batch)
+        train(run, dataset())
     assert run.steps == 0
 
 
@@ -168,8 +175,7 @@ def test_wrong_use() -> None:
 def test_functions_that_give_no_losses(losses_fn: Any, error: type[Exception], match: str) -> None:
     run = private(network(), compile=losses_fn, backend="eager")
     with pytest.raises(error, match=match):
-        for batch in run.batches(dataset()):
-            run.step(*batch)
+        train(run, dataset())
     assert run.steps == 0
 
 
@@ -189,14 +195,14 @@ def test_dropped_samples_are_counted() -> None:
 
 
 def test_samples_that_are_not_finite_are_named() -> None:
-    x, y = dataset().tensors
     run = compiled(network())
-    with pytest.raises(ps.NonFiniteError, match="of 1 of"):
-        for number, batch in enumerate(run.batches(TensorDataset(x, y))):
-            if number == 2:
-                batch[0][3] = math.inf
-            run.step(*batch)
-    assert run.steps == 2
+    batches = run.batches(dataset())
+    run.step(*next(batches))
+    x, y = next(batches)
+    x[3] = math.inf
+    with pytest.raises(ps.NonFiniteError, match=f"of 1 of {len(x)} samples are not finite: 3"):
+        run.step(x, y)
+    assert run.steps == 1
 
 
 def test_small_and_empty_batches() -> None:
@@ -241,8 +247,7 @@ def test_what_cannot_be_captured_is_left_to_the_eager_engine() -> None:
     for batch in plain.batches(dataset(), steps=2):
         plain.step(losses_of(models[0], batch))
     with pytest.warns(ps.PerformanceWarning, match="leaves the work to the eager engine"):
-        for batch in fast.batches(dataset(), steps=2):
-            fast.step(*batch)
+        train(fast, dataset(), steps=2)
     assert_alike(dict(models[1].named_parameters()), dict(models[0].named_parameters()), 1)
 
 
@@ -251,6 +256,5 @@ def test_a_forward_pass_that_changes_parameters_is_refused() -> None:
     data = TensorDataset(torch.arange(EXAMPLES).unsqueeze(1), torch.zeros(EXAMPLES, dtype=torch.long))
     run = compiled(model)
     with pytest.raises(dp.PrivacyError, match="were changed between"):
-        for batch in run.batches(data):
-            run.step(*batch)
+        train(run, data)
     assert run.steps == 0

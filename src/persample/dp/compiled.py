@@ -1,8 +1,8 @@
 """Clipped sums of private training by compiled steps: from a batch to whole numbers.
 
-A sample is added by the compiled graph if its own numbers allow it, and by the eager engine if they do not, whatever the
-samples beside it are like. So no sample moves by more than its bound what is released; that it is one or the other does
-not depend on whether the batch size was seen before, either.
+A sample is added by the compiled graph if its own numbers allow it, and by the eager engine if they do not, whatever
+the samples beside it are like, and whether or not the batch size was seen before. Otherwise one sample could change how
+others are rounded, and move what is released by more than its bound.
 """
 
 from __future__ import annotations
@@ -121,7 +121,8 @@ class CompiledSums(CompiledStep):
 
     def _again(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         """The eager engine adds the samples that the graph has left out."""
-        assert call.before is not None and call.answer is not None
+        assert call.before is not None
+        assert call.answer is not None
         call.before.restore()
         self.doubts += 1
         found: CertifiedSums = call.answer.results[0]
@@ -161,15 +162,20 @@ def _with_some(found: CertifiedSums, some: ExactSums, which: Tensor) -> Certifie
     """A graph's answer, with samples that it has left out."""
     sums = {name: total if (more := some.take(name)) is None else total + more for name, total in found.sums.items()}
     dropped = which[list(some.clipping.dropped)].tolist()
-    clipping, asked = (
-        Clipping(
-            *[_each(lambda all_, few: all_.index_copy(0, which, few), x, y) for x, y in zip(ours, theirs, strict=True)],
-            dropped,
-            ours.sensitivity,
+
+    def filled(ours: Clipping, theirs: Clipping) -> Clipping:
+        norms, weights = (
+            _each(lambda every, few: every.index_copy(0, which, few), x, y) for x, y in zip(ours, theirs, strict=True)
         )
-        for ours, theirs in ((found.clipping, some.clipping), (found.asked, some.asked))
-    )
+        return Clipping(norms, weights, dropped, ours.sensitivity)
+
+    clipping, asked = filled(found.clipping, some.clipping), filled(found.asked, some.asked)
     return CertifiedSums(sums, clipping, asked, found.added.index_fill(0, which, True))
+
+
+def _first_of(clipping: Clipping, counting: int) -> Clipping:
+    norms, weights = (_each(lambda t: t[:counting], tree) for tree in clipping)
+    return Clipping(norms, weights, clipping.dropped, clipping.sensitivity)
 
 
 @dataclass(frozen=True)
@@ -184,10 +190,7 @@ class BatchSums:
     @classmethod
     def of(cls, found: CertifiedSums, counting: int) -> BatchSums:
         """Of all samples that count."""
-        clipping, asked = (
-            Clipping(*[_each(lambda t: t[:counting], tree) for tree in c], c.dropped, c.sensitivity)
-            for c in (found.clipping, found.asked)
-        )
+        clipping, asked = (_first_of(c, counting) for c in (found.clipping, found.asked))
         below = torch.stack([w < 1 for w in listed(clipping.weights)]).any(0)
         return cls(found.sums, clipping, asked, float(below.sum()) / max(counting, 1))
 

@@ -53,7 +53,7 @@ _SMALL = 2**13  # elements, below which one call for many tensors costs less tha
 
 def _bits_of_many(tensors: Sequence[Tensor]) -> Tensor:
     """Like `_bits`, of tensors of one dtype, from differences of sums over all of them, which wrap around."""
-    line: Tensor = _flatten_dense_tensors(tensors).reshape(-1)  # type: ignore[no-untyped-call]
+    line: Tensor = _flatten_dense_tensors(tensors).reshape(-1)
     sums = line.view(_WHOLE[line.dtype]).cumsum(0, dtype=torch.int64)
     ends = torch.tensor(list(accumulate([0, *[t.numel() for t in tensors]])), device=line.device)
     return nn.functional.pad(sums, (1, 0))[ends].diff()

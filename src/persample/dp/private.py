@@ -70,8 +70,9 @@ class Private:
             counts is spent. One run keeps it at a time.
         team: the processes that train together. By default all of ``torch.distributed``'s default group, if it is
             initialised: `Shards` for a model of FSDP2, else `Replicas`; and one alone if not (``dp.Team()``).
-        compile: a function from a batch to one loss per sample, (B,). `step` and `backward` then take the batch in place
-            of losses, and losses and clipped sums are computed by one compiled graph, as by ``ps.compile``.
+        compile: a function from a batch to one loss per sample, (B,). `step` and `backward` then take the batch in
+            place of losses, and losses and clipped sums are computed by one compiled graph, as by ``ps.compile``. For
+            one process.
         backend: what compiles, as for ``ps.compile``.
     """
 
@@ -87,7 +88,7 @@ class Private:
         check_every: int = 100,
         journal: str | PathLike[str] | None = None,
         team: Team | None = None,
-        compile: Callable[..., Tensor] | None = None,  # noqa: A002  as PyTorch's own
+        compile: Callable[..., Tensor] | None = None,
         backend: str | Callable[..., Any] = "inductor",
     ) -> None:
         if not isinstance(plan, Plan):

@@ -85,7 +85,6 @@ class StackSum(IntegerSum):
                     _add_rounded(rows, scales[start:stop].to(factor.device), totals[part], self._space)
         return totals.view(parts, *shape)
 
-
     def _in_a_graph(self, scales: Tensor, parts: int) -> Tensor:
         """(parts, elements): all samples at once, as what each adds is bounded, and so is the sum; nothing in place."""
         stacks = [real_matrix(stack) for _, stack in precise_stacks(self._factor, self._space)]

@@ -86,7 +86,7 @@ class Limits:
         return Limits(self.linear * weights, self.root * weights.sqrt(), self.constant, self.terms * weights)
 
     def largest_weights(self, bound: float | Tensor) -> Tensor:
-        """(B,): the largest weights with which no sample adds more than ``bound``, a number of Python's or of a graph's."""
+        """(B,): the largest weights with which no sample adds more than ``bound``, which may be a graph's number."""
         left = bound * (1 - 2.0**-40) - self.constant
         room = left.clamp(min=0) if isinstance(left, Tensor) else max(left, 0.0)
         root = 2 * room / (self.root + (self.root.square() + 4 * room * self.linear).sqrt())

@@ -1,8 +1,8 @@
 """Clipped sums of whole numbers for graphs, which say of every sample whether it could be added.
 
 A graph cannot go on in another way for a sample that is not finite or cancels. So it leaves such samples out, and says
-which: whoever runs the graph adds them by the eager engine. How a sample is weighted and rounded, and by whom, depends on
-that sample alone, and not on those beside it: otherwise one sample could move what others add.
+which: whoever runs the graph adds them by the eager engine. How a sample is weighted and rounded, and by whom, depends
+on that sample alone, and not on those beside it: otherwise one sample could move what others add.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .._errors import NonFiniteError
 from ..factors import Factor
-from ..factors.limits import WHOLE, Unit
+from ..factors.limits import WHOLE
 from ..kernels.certificates import certify, traced
 from .base import Call
 from .clipping import LARGEST_WEIGHT, ClippedSum, Clipping
@@ -122,11 +122,6 @@ class CertifiedClippedSum(ExactClippedSum):
                 each.at_once, sizes = True, each.term_sizes_of_samples()
                 certain += [(t < self._now[3]).reshape(-1, batch).all(0) for t in sizes]
         return torch.stack(certain).all(0)
-
-    @property
-    def unit_of_nominal(self) -> Unit:
-        """The unit of sums where bounds move."""
-        return Unit.below(NOMINAL, self._samples)
 
 
 class ExactClippedSumOfSome(ExactClippedSum):
