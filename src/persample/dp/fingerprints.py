@@ -26,24 +26,42 @@ class Taken:
 
 def take(tensors: Mapping[str, Tensor]) -> Taken:
     """One number for each tensor, computed from the part that this process has."""
-    lines: dict[torch.device, tuple[list[str], list[Tensor]]] = {}
-    small: dict[tuple[torch.device, torch.dtype], list[str]] = {}
-    with torch.no_grad():
+    return Taker(tensors).take()
+
+
+class Taker:
+    """`take` of the same tensors again and again: small ones of one kind are known to be taken together."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = tensors
+        self._group()
+
+    def _group(self) -> None:
+        tensors, kinds = self.tensors, dict[tuple[object, ...], list[str]]()
+        self._sizes = [t.numel() for t in tensors.values()]
         for name, t in tensors.items():
-            if type(t) in _ORDINARY and t.dtype in _WHOLE and t.numel() <= _SMALL:
-                small.setdefault((t.device, t.dtype), []).append(name)
-            else:
-                number = _bits(t.detach())
-                _add(lines, [name], number.unsqueeze(0))
-        for names in small.values():
-            _add(lines, names, _bits_of_many([tensors[name] for name in names]))
-    return Taken(list(tensors), {device: (names, torch.cat(each)) for device, (names, each) in lines.items()})
+            small = type(t) in _ORDINARY and t.dtype in _WHOLE and t.numel() <= _SMALL
+            kinds.setdefault((t.device, t.dtype) if small else (name,), []).append(name)
+        self._groups = [(names, *_ends([tensors[name] for name in names])) for names in kinds.values()]
+
+    def take(self) -> Taken:
+        """One number for each of the tensors as they are now."""
+        lines: dict[torch.device, tuple[list[str], list[Tensor]]] = {}
+        if [t.numel() for t in self.tensors.values()] != self._sizes:  # by p.data = ...
+            self._group()
+        with torch.no_grad():
+            for names, tensors, ends in self._groups:
+                numbers = _bits_of_many(tensors, ends) if len(names) > 1 else _bits(tensors[0].detach()).unsqueeze(0)
+                known, each = lines.setdefault(numbers.device, ([], []))
+                known += names
+                each.append(numbers)
+        return Taken(list(self.tensors), {device: (names, torch.cat(each)) for device, (names, each) in lines.items()})
 
 
-def _add(lines: dict[torch.device, tuple[list[str], list[Tensor]]], names: list[str], numbers: Tensor) -> None:
-    known, each = lines.setdefault(numbers.device, ([], []))
-    known += names
-    each.append(numbers)
+def _ends(tensors: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+    """The tensors, and where each of them begins and ends on one line."""
+    places = list(accumulate([0, *[t.numel() for t in tensors]]))
+    return tensors, torch.tensor(places, device=tensors[0].device if len(tensors) > 1 else None)
 
 
 _ORDINARY = {Tensor, nn.Parameter}
@@ -51,11 +69,10 @@ _WHOLE = {torch.float32: torch.int32, torch.float64: torch.int64}
 _SMALL = 2**13  # elements, below which one call for many tensors costs less than one for each
 
 
-def _bits_of_many(tensors: Sequence[Tensor]) -> Tensor:
+def _bits_of_many(tensors: Sequence[Tensor], ends: Tensor) -> Tensor:
     """Like `_bits`, of tensors of one dtype, from differences of sums over all of them, which wrap around."""
     line: Tensor = _flatten_dense_tensors(tensors).reshape(-1)
     sums = line.view(_WHOLE[line.dtype]).cumsum(0, dtype=torch.int64)
-    ends = torch.tensor(list(accumulate([0, *[t.numel() for t in tensors]])), device=line.device)
     return nn.functional.pad(sums, (1, 0))[ends].diff()
 
 

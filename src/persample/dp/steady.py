@@ -8,7 +8,7 @@ from torch import nn
 
 from .census import Census
 from .errors import PrivacyError, PrivacyWarning
-from .fingerprints import Taken, read, take
+from .fingerprints import Taken, Taker, read
 
 
 class Steady:
@@ -22,6 +22,7 @@ class Steady:
 
     def __init__(self, model: nn.Module) -> None:
         self._census = Census(model)
+        self._taker = Taker({})
         self._before = Taken((), {})
         self._checked: dict[str, int] = {}  # the parameters with which the last step was made
         self._unapplied: dict[str, int] | None = None  # the parameters for which a gradient was released
@@ -61,4 +62,7 @@ class Steady:
             )
 
     def _now(self) -> Taken:
-        return take(self._census.named())
+        tensors = self._census.named()
+        if tensors is not self._taker.tensors:
+            self._taker = Taker(tensors)
+        return self._taker.take()
