@@ -30,7 +30,7 @@ def named(params: Params) -> dict[str, Tensor]:
         )
     for name, p in tensors.items():
         _refuse_sparse(p, name)
-        _refuse_hooks(p, name)
+    refuse_hooks(tensors)
     return tensors
 
 
@@ -64,9 +64,9 @@ def _refuse_sparse(p: Tensor, name: str) -> None:
         )
 
 
-def _refuse_hooks(p: Tensor, name: str) -> None:
+def refuse_hooks(tensors: Mapping[str, Tensor]) -> None:
     """A tensor hook would change the gradient of the sum, which is never computed here."""
-    if has_hooks(p):
+    for name in [name for name, p in tensors.items() if has_hooks(p)]:
         raise ValueError(
             f"parameter {name!r} has hooks (register_hook), which see only gradients summed over the batch and would "
             f"be passed over: remove them, or apply the same function to the per-sample gradients"

@@ -42,6 +42,11 @@ def captured(
     return call
 
 
+def open_batch(t: Tensor) -> None:
+    """Tell Dynamo that the first dim of a tensor will vary, before it has seen that."""
+    torch._dynamo.maybe_mark_dynamic(t, 0)
+
+
 def without_checkpoints(graph: GraphModule) -> GraphModule:
     """The same graph, in which checkpointed regions keep what they compute: compilers decide that by themselves."""
     checkpoint = torch.ops.higher_order.tag_activation_checkpoint

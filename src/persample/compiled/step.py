@@ -19,7 +19,7 @@ from ..reductions import Reduction
 from ..trees import leaves, tree_map
 from ..verbs import reduce
 from .answers import differing
-from .build import Backend, Build, build
+from .build import Answer, Backend, Build, build
 from .compilers import captured, check_backend, could_not_capture, too_many_captures, without_checkpoints
 from .facts import Facts, changes, facts_of
 from .refusal import NotCompiled
@@ -224,7 +224,8 @@ class CompiledStep:
             return
         sizes = region.sizes(call.inputs)
         region.made.setdefault(sizes, made)
-        if _agrees(made, call, want):
+        call.answer = _checked(made, call, want)
+        if call.answer.doubt is None:
             region.builds[sizes] = made
             region.draws = made.draws
 
@@ -261,16 +262,14 @@ class CompiledStep:
             print(f"persample: {message}", file=sys.stderr, flush=True)
 
 
-def _agrees(made: Build, call: Call, want: tuple[Any, ...]) -> bool:
-    """Does a build give the eager engine's answer? Refused if not; False if it has a doubt itself, and none to give."""
+def _checked(made: Build, call: Call, want: tuple[Any, ...]) -> Answer:
+    """A build's first answer. It must be that of the eager engine, unless it has a doubt itself."""
     assert call.before is not None
     call.before.restore()
     got = made.answer(call.inputs)
-    if got.doubt is not None:
-        return False
-    if (where := differing(got.results, want, made.narrowest)) is not None:
+    if got.doubt is None and (where := differing(got.results, want, made.narrowest)) is not None:
         raise NotCompiled(f"the compiled step gives another answer than the eager engine: {where}")
-    return True
+    return got
 
 
 def _outside_of_inference(tree: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import is_
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from torch.nn.parameter import is_lazy
 from ..distributed import owners
 from ..graph.read.saved import born
 from ..kernels.norms import widest
-from ..params import named
+from ..params import named, refuse_hooks
+from .census import Census
 from .clips import Clipper
 from .errors import PrivacyError
 from .plan import Plan
@@ -25,13 +27,27 @@ class Binding:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, clipper: Clipper) -> None:
         self._model, self._optimizer, self._clipper = model, optimizer, clipper
+        self._census = Census(model)
         self.params = trainable(model)
-        check_optimizer(optimizer, self.params, _every(model))
+        check_optimizer(optimizer, self.params, set(self._census.named().values()))
+        self.size = sum(p.numel() * (2 if p.is_complex() else 1) for p in self.params.values())  # in real numbers
+        self._facts: list[object] = []  # with which all was well
         self._clip = clipper.describe()
 
     def check(self) -> None:
         """Refuse, by name, what has changed."""
-        now = owners(named(self._model))
+        every = self._census.named()
+        optimized = [p for group in self._optimizer.param_groups for p in group["params"]]
+        facts = [*every.values(), None, *optimized, None, *[p.requires_grad for p in every.values()]]
+        if len(facts) != len(self._facts) or not all(map(is_, facts, self._facts)):
+            self._check_parameters(every)
+            self._facts = facts
+        else:
+            refuse_hooks(self.params)
+        self._check_clip()
+
+    def _check_parameters(self, every: Mapping[str, Tensor]) -> None:
+        now = named(every)
         if list(now) != list(self.params) or any(now[name] is not p for name, p in self.params.items()):
             gone = [name for name, p in self.params.items() if now.get(name) is not p]
             new = [name for name, p in now.items() if self.params.get(name) is not p]
@@ -39,7 +55,9 @@ class Binding:
                 f"the trainable parameters have changed since the run began: {gone} are gone, {new} are new. "
                 f"The noise was planned for those of the start: freeze or replace parameters before dp.Private is made"
             )
-        check_optimizer(self._optimizer, self.params, _every(self._model))
+        check_optimizer(self._optimizer, self.params, set(every.values()))
+
+    def _check_clip(self) -> None:
         clip = self._clipper.describe()
         if clip != self._clip:
             changes = [f"{key} from {old} to {clip[key]}" for key, old in self._clip.items() if clip[key] != old]
@@ -92,10 +110,6 @@ def trainable(model: nn.Module) -> dict[str, Tensor]:
                 f"CPU or on another device"
             )
     return params
-
-
-def _every(model: nn.Module) -> set[Tensor]:
-    return set(owners(dict(model.named_parameters())).values())
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor], known: set[Tensor]) -> None:

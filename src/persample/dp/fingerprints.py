@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors
 
 from ..distributed import is_sharded
 from ..graph.read.saved import version
@@ -24,13 +26,54 @@ class Taken:
 
 def take(tensors: Mapping[str, Tensor]) -> Taken:
     """One number for each tensor, computed from the part that this process has."""
-    with torch.no_grad():
-        numbers = {name: _bits(t.detach()) for name, t in tensors.items()}
-    on: dict[torch.device, list[str]] = {}
-    for name, number in numbers.items():
-        on.setdefault(number.device, []).append(name)
-    lines = {device: (names, torch.stack([numbers[name] for name in names])) for device, names in on.items()}
-    return Taken(list(tensors), lines)
+    return Taker(tensors).take()
+
+
+class Taker:
+    """`take` of the same tensors again and again: small ones of one kind are known to be taken together."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = tensors
+        self._group()
+
+    def _group(self) -> None:
+        tensors, kinds = self.tensors, dict[tuple[object, ...], list[str]]()
+        self._sizes = [t.numel() for t in tensors.values()]
+        for name, t in tensors.items():
+            small = type(t) in _ORDINARY and t.dtype in _WHOLE and t.numel() <= _SMALL
+            kinds.setdefault((t.device, t.dtype) if small else (name,), []).append(name)
+        self._groups = [(names, *_ends([tensors[name] for name in names])) for names in kinds.values()]
+
+    def take(self) -> Taken:
+        """One number for each of the tensors as they are now."""
+        lines: dict[torch.device, tuple[list[str], list[Tensor]]] = {}
+        if [t.numel() for t in self.tensors.values()] != self._sizes:  # by p.data = ...
+            self._group()
+        with torch.no_grad():
+            for names, tensors, ends in self._groups:
+                numbers = _bits_of_many(tensors, ends) if len(names) > 1 else _bits(tensors[0].detach()).unsqueeze(0)
+                known, each = lines.setdefault(numbers.device, ([], []))
+                known += names
+                each.append(numbers)
+        return Taken(list(self.tensors), {device: (names, torch.cat(each)) for device, (names, each) in lines.items()})
+
+
+def _ends(tensors: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+    """The tensors, and where each of them begins and ends on one line."""
+    places = list(accumulate([0, *[t.numel() for t in tensors]]))
+    return tensors, torch.tensor(places, device=tensors[0].device if len(tensors) > 1 else None)
+
+
+_ORDINARY = {Tensor, nn.Parameter}
+_WHOLE = {torch.float32: torch.int32, torch.float64: torch.int64}
+_SMALL = 2**13  # elements, below which one call for many tensors costs less than one for each
+
+
+def _bits_of_many(tensors: Sequence[Tensor], ends: Tensor) -> Tensor:
+    """Like `_bits`, of tensors of one dtype, from differences of sums over all of them, which wrap around."""
+    line: Tensor = _flatten_dense_tensors(tensors).reshape(-1)
+    sums = line.view(_WHOLE[line.dtype]).cumsum(0, dtype=torch.int64)
+    return nn.functional.pad(sums, (1, 0))[ends].diff()
 
 
 def read(*every: Taken) -> list[dict[str, int]]:

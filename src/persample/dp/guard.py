@@ -29,6 +29,7 @@ class Guard:
         self._model, self._every = model, every
         self._recorder = CallRecorder(model, buffers=True)
         self._conclusive, self._inconclusive = 0, 0
+        self._held: Sequence[RecordedCall] | None = None
 
     def watch(self, step: int) -> None:
         """Record calls from now on, if a check is due at this step."""
@@ -37,11 +38,20 @@ class Guard:
         if self._every and (starting or step % self._every == 0):
             self._recorder.start()
 
+    @property
+    def is_due(self) -> bool:
+        """Are calls recorded, to be checked?"""
+        return self._recorder.is_recording
+
+    def hold(self) -> None:
+        """Record no more calls: what follows is not to be checked."""
+        self._held = self._recorder.stop() if self.is_due else None
+
     def check(self, batch: int) -> None:
-        """Run the recorded calls again; refuse the step if samples interact."""
-        if not self._recorder.is_recording:
+        """Run the calls again that were recorded until `hold`; refuse the step if samples interact."""
+        calls, self._held = self._held, None
+        if calls is None:
             return
-        calls = self._recorder.stop()
         conclusive = [self._check_call(call, batch) for call in calls]
         if any(conclusive):
             self._conclusive += 1

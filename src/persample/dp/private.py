@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from typing import Any
@@ -10,15 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checks import check_losses
+from ..factors.limits import Unit
 from ..graph.read.compiled import break_graph
 from ..reductions import ClippedSum
 from ..reductions.exact import ExactClippedSum
-from .binding import Binding, is_older, mark, trainable
+from .binding import Binding, mark, trainable
 from .books import Books
 from .clips import Clip, clipper
+from .compiled import CompiledSums
 from .errors import PrivacyError
 from .fingerprints import alike
+from .given import Given
 from .gradients import Gradients
 from .guard import Guard
 from .ledger import Ledger
@@ -31,7 +33,7 @@ from .sampling import BatchPart, Sampler, check_data, loader, most_samples
 from .sources import make_source
 from .state import Checkpoint, load, read
 from .steady import Steady
-from .sums import Sums, Whole
+from .sums import Clipped, Line, Sums, Whole, divided
 from .team import Team
 from .teams import team_of
 from .world import World
@@ -69,6 +71,10 @@ class Private:
             counts is spent. One run keeps it at a time.
         team: the processes that train together. By default all of ``torch.distributed``'s default group, if it is
             initialised: `Shards` for a model of FSDP2, else `Replicas`; and one alone if not (``dp.Team()``).
+        compile: a function from a batch to one loss per sample, (B,). `step` and `backward` then take the batch in
+            place of losses, and losses and clipped sums are computed by one compiled graph, as by ``ps.compile``. For
+            one process.
+        backend: what compiles, as for ``ps.compile``.
     """
 
     def __init__(
@@ -83,6 +89,8 @@ class Private:
         check_every: int = 100,
         journal: str | PathLike[str] | None = None,
         team: Team | None = None,
+        compile: Callable[..., Tensor] | None = None,
+        backend: str | Callable[..., Any] = "inductor",
     ) -> None:
         if not isinstance(plan, Plan):
             raise TypeError(f"plan must be a dp.Plan, not a {type(plan).__name__}")
@@ -98,7 +106,10 @@ class Private:
         self._steady = Steady(model)
         self._gradients = Gradients(self, model, optimizer, params, after_step=self._after_step)
         self._sums = Sums({name: self._team.own(p) for name, p in params.items()})
+        self._compiled = None if compile is None else self._compile(compile, backend)
+        self._physical = most_samples(plan)  # how many samples there may be in a part of a batch
         self._part: BatchPart | None = None  # yielded, and not stepped yet
+        self._known_units: tuple[float | None, Mapping[str, Unit]] | None = None  # and the bound that they are for
         self._marked = 0
         self._warned = False  # of earlier runs
         self._calls = 0  # of batches()
@@ -106,6 +117,12 @@ class Private:
         self._books = Books(self._ledger, self._clipper, self._team)
         if self._books.open(journal):
             self._renew()
+
+    def _compile(self, losses_fn: Callable[..., Tensor], backend: str | Callable[..., Any]) -> CompiledSums:
+        if self._team.size > 1 or self._team.lockstep:
+            raise ValueError("compile= is for one process: leave it out where several train together")
+        samples = most_samples(self.plan)
+        return CompiledSums(losses_fn, self._model, self._binding.params, self._clipper, samples, backend)
 
     def __reduce_ex__(self, _: object) -> tuple[type, tuple[()]]:
         """Copies and pickles hold no more than a word about it: a run is one."""
@@ -169,6 +186,7 @@ class Private:
         self._warned = self._warned or warn_of(earlier, self._ledger)
         self._calls += 1
         self._part = None
+        self._physical = min(most_samples(self.plan), physical_batch_size or most_samples(self.plan))
         self._sums.clear()
         count = self._ledger.left if steps is None else min(steps, self._ledger.left)
         sampler = Sampler(self.plan, self._source, self._team, self._ledger.steps, count, physical_batch_size)
@@ -205,29 +223,31 @@ class Private:
             self._steady.watch()
 
     @break_graph
-    def step(self, losses: Tensor) -> Step:
+    def step(self, *given: Any, **options: Any) -> Step:
         """Clip, sum and add noise, then ``optimizer.step()``; all of it accounted for before.
 
         Args:
-            losses: one loss per sample of the batch just yielded, in its order, with their graph.
+            given: ``losses``, one per sample of the batch just yielded, in its order, with their graph. With
+                ``compile=`` the batch itself, as the function that was given takes it.
+            options: arguments by name, likewise.
 
         Returns:
             A `Step`: what became of the batch.
         """
-        record = self.backward(losses)
+        record = self.backward(*given, **options)
         if record.updated:
             self._optimizer.step()
             self._optimizer.zero_grad()
         return record
 
     @break_graph
-    def backward(self, losses: Tensor) -> Step:
+    def backward(self, *given: Any, **options: Any) -> Step:
         """The first half of `step`: the noisy mean gradient into ``p.grad``, for loops that step by themselves.
 
         ``p.grad`` is overwritten, and only if the record returned says ``updated``.
         """
         with self._together():
-            return self._backward(losses)
+            return self._backward(Given.of(given, options, compiled=self._compiled is not None))
 
     @contextmanager
     def _together(self) -> Iterator[None]:
@@ -240,35 +260,45 @@ class Private:
                 self._releases.stop()
             raise
 
-    def _backward(self, losses: Tensor) -> Step:
+    def _backward(self, given: Given) -> Step:
         self._releases.check()
         part = self._part
         if part is None:
             raise PrivacyError("no batch waits for a step: losses must come from a batch of private.batches, once each")
-        check_losses(losses)
-        if len(losses) != part.size:
-            raise PrivacyError(
-                f"there are {len(losses)} losses, but the batch has {part.size} samples: give one loss for each of them"
-            )
-        if is_older(losses, self._marked):
-            raise PrivacyError("these losses were computed before the batch was drawn: compute them from the batch")
+        if self._compiled is None:
+            given.check(part.size, self._marked)
+        elif self._guard.is_due and not self._is_left_out(part):
+            self._compiled.show(given, part.size)  # to the guard, which sees what Python runs
+        self._guard.hold()
+        sums = self._of_batch(given, part)
         self._world.check()
         self._binding.check()
         self._gradients.check(self._optimizer)
         self._steady.check()
-        self._guard.check(len(losses))
-        clipped, dropped = self._add(losses, part.padding)
+        self._guard.check(part.size)
+        clipped, dropped = self._add(given, sums, part)
         self._part = None
         self.dropped += dropped
         if part.last:
             self._release(part)
         return Step(part.step + 1, part.last, part.size - part.padding, clipped, dropped)
 
-    def _add(self, losses: Tensor, padding: int) -> tuple[float, int]:
+    def _is_left_out(self, part: BatchPart) -> bool:
+        """Whether no sample counts, and nobody waits for a backward."""
+        return part.padding == part.size and not self._team.lockstep
+
+    def _of_batch(self, given: Given, part: BatchPart) -> Clipped | None:
+        """The clipped sums of a batch, where steps are compiled."""
+        if self._compiled is None or self._is_left_out(part):
+            return None
+        return self._compiled.sums(given, part, self._clipper, self._physical, varies=self.plan.rate < 1)
+
+    def _add(self, given: Given, sums: Clipped | None, part: BatchPart) -> tuple[float, int]:
         """Clip and add up; the share of samples that were weighed down, and how many were left out as not finite."""
-        if padding == len(losses) and not self._team.lockstep:
+        if self._is_left_out(part):
             return 0.0, 0
-        sums = self._team.clipped(losses, self._binding.params, self._exactly(padding))
+        if sums is None:
+            sums = self._team.clipped(given.losses, self._binding.params, self._exactly(part.padding))
         count, dropped = self._clipper.count(sums.asked), len(sums.clipping.dropped)
         self._part = None  # first: what may have been added must not be added again
         clipped = self._sums.add(sums, count)
@@ -283,31 +313,38 @@ class Private:
         """This step's clipped sum, for as many samples as a batch may have."""
         return ExactClippedSum(self._clipper.reduction(), most_samples(self.plan), padding)
 
+    def _units(self) -> Mapping[str, Unit]:
+        """The units of this step's sums."""
+        if self._known_units is None or self._known_units[0] != self.bound:
+            self._known_units = self.bound, self._exactly().units_for(self._binding.params)
+        return self._known_units[1]
+
     def _release(self, part: BatchPart) -> None:
         """Account, then add noise and write ``p.grad``: all of it, or nothing more until the run is resumed."""
         params, counted_in = self._binding.params, self._clipper.counted_in
         with self._releases.one() as number:
-            sums = self._sums.take(self._exactly().units_for(params), counted_in)
+            sums = self._sums.take(self._units(), counted_in)
             with self._team.accounting():
                 self._ledger.account(part.opens_pass)
             scale = Scale(
                 sensitivity=self._clipper.sensitivity() * self.plan.contributions,
                 noise_multiplier=self.plan.noise,
-                size=sum(p.numel() * (2 if p.is_complex() else 1) for p in params.values()) + (counted_in is not None),
+                size=self._binding.size + (counted_in is not None),
             )
 
             def noisy(sums: Sequence[Whole], stream: int = 0) -> list[Tensor]:
-                noisy_sums = [whole.on_grid(scale.grid if self.plan.noise else None) for whole in sums]
-                add_noise(noisy_sums, scale, self._source, number, stream)
-                return noisy_sums
+                line = Line.of(sums, scale.grid if self.plan.noise else None)
+                add_noise(line.tensors, scale, self._source, number, stream)
+                return line.parts
 
             released = self._team.release(sums, noisy)
             if counted_in is not None:
                 self._clipper.follow(released.pop())
             self._gradients.released()
             self._steady.released()
-            for p, total in zip(params.values(), released, strict=True):
-                self._team.give(p, total.div_(self.plan.batch_size))
+            means = divided(released, self.plan.batch_size, self._sums.shaped_like)
+            for p, mean in zip(params.values(), means, strict=True):
+                self._team.give(p, mean)
 
     def state_dict(self) -> dict[str, Any]:
         """The accounts, and what they are bound to: numbers, strings, lists and dicts, no tensors.

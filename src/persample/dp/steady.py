@@ -6,9 +6,9 @@ import warnings
 
 from torch import nn
 
-from ..distributed import owners
+from .census import Census
 from .errors import PrivacyError, PrivacyWarning
-from .fingerprints import Taken, read, take
+from .fingerprints import Taken, Taker, read
 
 
 class Steady:
@@ -21,7 +21,8 @@ class Steady:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self._census = Census(model)
+        self._taker = Taker({})
         self._before = Taken((), {})
         self._checked: dict[str, int] = {}  # the parameters with which the last step was made
         self._unapplied: dict[str, int] | None = None  # the parameters for which a gradient was released
@@ -61,4 +62,7 @@ class Steady:
             )
 
     def _now(self) -> Taken:
-        return take(owners(dict(self._model.named_parameters())))
+        tensors = self._census.named()
+        if tensors is not self._taker.tensors:
+            self._taker = Taker(tensors)
+        return self._taker.take()

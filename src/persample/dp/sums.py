@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors
 
 from ..factors.limits import Unit
 from ..reductions import Clipping
@@ -30,6 +31,47 @@ class Whole:
         if grid is None or shift <= 0 or self.numbers.dtype == torch.float64:
             return self.numbers.double().mul_(self.unit.size)
         return ((self.numbers + (1 << (shift - 1))) >> shift).double().mul_(grid)
+
+
+@dataclass(frozen=True)
+class Line:
+    """Sums in float64, of one dim each, put end to end: those that were in float64 before are parts of one tensor."""
+
+    tensors: Sequence[Tensor]  # as few as there are
+    parts: list[Tensor]  # one for each sum
+
+    @classmethod
+    def of(cls, sums: Sequence[Whole], grid: float | None) -> Line:
+        """`Whole.on_grid` of all; may overwrite the numbers."""
+        ready = [whole for whole in sums if whole.numbers.dtype == torch.float64]
+        others = [whole.on_grid(grid).view(-1) for whole in sums if whole.numbers.dtype != torch.float64]
+        if not ready or len({whole.numbers.device for whole in ready}) > 1 or ready[-1] is not sums[len(ready) - 1]:
+            parts = [whole.on_grid(grid).view(-1) for whole in sums]
+            return cls(parts, parts)
+        flattened: Tensor = _flatten_dense_tensors([whole.numbers for whole in ready])
+        joined = flattened.reshape(-1)
+        pieces = joined.split([whole.numbers.numel() for whole in ready])
+        if len({whole.unit.exponent for whole in ready}) == 1:
+            joined.mul_(ready[0].unit.size)
+        else:
+            for piece, whole in zip(pieces, ready, strict=True):
+                piece.mul_(whole.unit.size)
+        return cls([joined, *others], [*pieces, *others])
+
+
+def divided(sums: Sequence[Tensor], divisor: float, params: Sequence[Tensor]) -> list[Tensor]:
+    """Sums in float64 over a number, like the parameters in shape, and in dtype if that is float32 for all.
+
+    Complex numbers are pairs. The sums may be overwritten.
+    """
+    whole = sums[0]._base
+    if whole is None or whole.numel() != sum([t.numel() for t in sums]) or any(t._base is not whole for t in sums):
+        return [t.div_(divisor).view(*p.shape, *[2] * p.is_complex()) for t, p in zip(sums, params, strict=True)]
+    whole.div_(divisor)
+    if all(p.dtype == torch.float32 for p in params):
+        sums = whole.view(-1).to(torch.float32).split([t.numel() for t in sums])
+        return [t.view(p.shape) for t, p in zip(sums, params, strict=True)]
+    return [t.view(*p.shape, *[2] * p.is_complex()) for t, p in zip(sums, params, strict=True)]
 
 
 class Clipped(Protocol):
@@ -56,6 +98,7 @@ class Sums:
 
     def __init__(self, params: Mapping[str, Tensor]) -> None:
         self._params = params  # those of this process, of the shapes that sums have
+        self.shaped_like = list(params.values())
         self.clear()
 
     def clear(self) -> None:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..kernels.certificates import is_traced
 from ..kernels.devices import can_look
 from ..kernels.norms import wide
 from .balance import Balance, TermSizes
@@ -72,6 +73,8 @@ class StackSum(IntegerSum):
     def totals(self, weights: Tensor, parts: int = 1, *, at_once: bool = False) -> Tensor:
         factor, scales = self._factor, weights / self._unit.size
         shape = (*factor.shape, 2) if factor.dtype.is_complex else factor.shape
+        if is_traced() and factor.batch and factor.numel:
+            return self._in_a_graph(scales, parts).view(parts, *shape)
         totals = torch.zeros(parts, math.prod(shape), dtype=self._unit.dtype, device=factor.device)
         each = factor.batch // parts
         if totals.numel() and each:
@@ -81,6 +84,13 @@ class StackSum(IntegerSum):
                     rows = real_matrix(stack[start - some.start : stop - some.start])
                     _add_rounded(rows, scales[start:stop].to(factor.device), totals[part], self._space)
         return totals.view(parts, *shape)
+
+    def _in_a_graph(self, scales: Tensor, parts: int) -> Tensor:
+        """(parts, elements): all samples at once, as what each adds is bounded, and so is the sum; nothing in place."""
+        stacks = [real_matrix(stack) for _, stack in precise_stacks(self._factor, self._space)]
+        rows = stacks[0] if len(stacks) == 1 else torch.cat(stacks)
+        whole = rounded(rows, scales).to(self._unit.dtype)
+        return whole.view(parts, len(rows) // parts, rows.shape[1]).sum(1)
 
 
 def _add_rounded(rows: Tensor, scales: Tensor, total: Tensor, space: Workspace) -> None:
@@ -252,7 +262,9 @@ def rounded(rows: Tensor, scales: Tensor) -> Tensor:
     """(B, ...) times scales (B,), rounded to the nearest whole numbers, in float32 or float64."""
     dtype, scales = wide(rows.dtype), scales.to(rows.device)
     if not can_look(rows.device):
-        return (rows.double() * scales.double().view(-1, *[1] * (rows.ndim - 1))).round_()
+        each = scales.double().view(-1, *[1] * (rows.ndim - 1))
+        whole = (rows.double() * each).round_()
+        return torch.where(each == 0, 0, whole) if is_traced() else whole  # zero times NaN is not zero
     large = _beyond_float32(scales, dtype)
     each = scales.to(dtype).view(-1, *[1] * (rows.ndim - 1))
     whole = (rows.to(dtype) * each).round_()

@@ -85,9 +85,10 @@ class Limits:
         """Limits of these gradients times ``weights``: what is left to choose is a further weight."""
         return Limits(self.linear * weights, self.root * weights.sqrt(), self.constant, self.terms * weights)
 
-    def largest_weights(self, bound: float) -> Tensor:
-        """(B,): the largest weights with which no sample adds more than ``bound``."""
-        room = max(bound * (1 - 2.0**-40) - self.constant, 0.0)
+    def largest_weights(self, bound: float | Tensor) -> Tensor:
+        """(B,): the largest weights with which no sample adds more than ``bound``, which may be a graph's number."""
+        left = bound * (1 - 2.0**-40) - self.constant
+        room = left.clamp(min=0) if isinstance(left, Tensor) else max(left, 0.0)
         root = 2 * room / (self.root + (self.root.square() + 4 * room * self.linear).sqrt())
         return torch.minimum(root.square(), _LARGEST_TERMS * bound / self.terms).nan_to_num(nan=0.0, posinf=math.inf)
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..kernels.devices import can_look, has_fast_float64
+from ..kernels.certificates import certify, is_traced
+from ..kernels.devices import can_look, has_fast_float64, launches_cost
 from ..kernels.norms import row_norms, wide
 from .workspace import Workspace
 
@@ -34,8 +35,12 @@ def precise_stacks(factor: Factor, space: Workspace) -> Iterator[tuple[slice, Te
 def recompute_cancelled(factor: Factor, stack: Tensor) -> Tensor:
     """Overwrite those gradients in ``stack`` whose terms cancel with results of float64. (B,): the norms.
 
-    Where looking for them costs more than float64, all are overwritten.
+    Where looking for them costs more than float64, all are overwritten. A graph says which they are.
     """
+    if is_traced() and not launches_cost(stack.device):
+        norms = row_norms(stack)
+        certify(factor.term_norms() <= _CANCELLATION * norms, "large terms cancel")
+        return norms
     if not can_look(stack.device) and has_fast_float64(stack.device):
         return row_norms(stack.copy_(factor.upcast(torch.float64).stack()))
     norms = row_norms(stack)

@@ -283,7 +283,7 @@ class ClippedSum(Reduction):
             raise ValueError("one weight per sample needs one group of parameters: leave out per=")
         return self._weights_for(None if self.max_norm is None else _values(self.max_norm)[0], norms)
 
-    def _weights_for(self, bound: float | None, norms: Tensor) -> Tensor:
+    def _weights_for(self, bound: float | Tensor | None, norms: Tensor) -> Tensor:
         """(B,): the weights of one group of parameters."""
         if bound is None:
             return self._custom_weights(norms)

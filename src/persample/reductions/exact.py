@@ -56,6 +56,10 @@ class JointSums:
         """How large the terms of all samples are at most, in units, for every sum that is to be computed at once."""
         return [sizes(self.weights, len(self.names)) for sizes in self.integer_sum.term_sizes]
 
+    def term_sizes_of_samples(self) -> list[Tensor]:
+        """The same for every sample on its own, one name after another."""
+        return [sizes(self.weights, len(self.weights)) for sizes in self.integer_sum.term_sizes]
+
     def take(self, name: str) -> Tensor:
         """A parameter's sum; it can be taken once."""
         if not self._totals:
@@ -110,7 +114,7 @@ class ExactClippedSum(ClippedSum):
         self._samples, self._padding = samples, padding
 
     def start(self, call: Call) -> None:
-        call = replace(call, batch=call.batch - self._padding)
+        call = replace(call, batch=self._counting(call.batch))
         super().start(call)
         self._norms = ParameterNorms(call, together=False)  # which must not depend on the rest of the batch either
         self._kept_bytes = 0  # of stacks
@@ -120,6 +124,14 @@ class ExactClippedSum(ClippedSum):
             for key, names in self._groups.members.items()
             for name in names
         }
+
+    def _counting(self, batch: int) -> int:
+        """How many samples of a batch count."""
+        return batch - self._padding
+
+    def _of_counting(self, factor: Factor) -> Factor:
+        """The gradients of the samples that count."""
+        return factor[: factor.batch - self._padding] if self._padding else factor
 
     def units_for(self, params: Mapping[str, Tensor]) -> Mapping[str, Unit]:
         """The units of all parameters' sums, which do not depend on data."""
@@ -134,7 +146,7 @@ class ExactClippedSum(ClippedSum):
         return bound
 
     def add(self, name: str, factor: Factor) -> None:
-        factor = factor[: factor.batch - self._padding] if self._padding else factor
+        factor = self._of_counting(factor)
         if isinstance(factor, Part):
             self._parts[name] = factor
         else:
@@ -199,18 +211,28 @@ class ExactClippedSum(ClippedSum):
     def _weighted(self, norms: Mapping[Hashable, Tensor], kept: Selection) -> ExactSums:
         """The sums over the samples that are kept, to be computed when they are taken."""
         asked = {key: self._weights_for(self._bounds.get(key), n[kept]) for key, n in norms.items()}
-        sums_by_group = {
+        sums_by_group = self._sums_by_group(kept)
+        weights = self._reduce_weights(asked, self._limits_of(sums_by_group))
+        self._weigh(sums_by_group, weights)
+        sums_by_name = {name: sums for every in sums_by_group.values() for sums in every for name in sums.names}
+        clipping, asked_clipping = (self._clipping(norms, given, kept) for given in (weights, asked))
+        return ExactSums(clipping, asked_clipping, self.units, sums_by_name)
+
+    def _sums_by_group(self, kept: Selection) -> dict[Hashable, list[JointSums]]:
+        """The sums of every group, still without weights."""
+        return {
             key: [self._joint_sums(few, whole) for few, whole in regroup(self._take_with_norms(names, kept))]
             for key, names in self._groups.members.items()
         }
-        weights = self._reduce_weights(asked, {key: _limits(sums) for key, sums in sums_by_group.items() if sums})
-        sums_by_name: dict[str, JointSums] = {}
-        for key, every in sums_by_group.items():
-            for sums in every:
-                sums.weigh(weights[key])
-                sums_by_name.update(dict.fromkeys(sums.names, sums))
-        clipping, asked_clipping = (self._clipping(norms, given, kept) for given in (weights, asked))
-        return ExactSums(clipping, asked_clipping, self.units, sums_by_name)
+
+    def _limits_of(self, sums: Mapping[Hashable, Sequence[JointSums]]) -> dict[Hashable, Limits]:
+        """What each sample can add to the sums of every group that has any."""
+        return {key: _limits(every) for key, every in sums.items() if every}
+
+    def _weigh(self, sums: Mapping[Hashable, Sequence[JointSums]], weights: Mapping[Hashable, Tensor]) -> None:
+        for key, every in sums.items():
+            for each in every:
+                each.weigh(weights[key])
 
     def _take_with_norms(self, names: Sequence[str], kept: Selection) -> dict[str, Factor]:
         """The factors of the samples that are kept, with their norms."""
@@ -234,9 +256,13 @@ class ExactClippedSum(ClippedSum):
             reduction = all_groups.largest_weights(self._stated_sensitivity).clamp(max=1)
             return {key: w * reduction for key, w in weights.items()}
         for key, x in limits.items():
-            cap = x.largest_weights(self._bounds[key])
+            cap = x.largest_weights(self._room(key))
             weights[key] = torch.where(asked[key].abs() <= cap, asked[key], cap)
         return weights
+
+    def _room(self, key: Hashable) -> float | Tensor:
+        """The bound of a group."""
+        return self._bounds[key]
 
     def _joint_sums(self, names: Sequence[str], factor: Factor) -> JointSums:
         return JointSums(names, factor.integer_sum(self.units[names[0]], self._groups.call.space))

@@ -121,6 +121,7 @@ def _kind(plan: CapturePlan, use: Bundle) -> Hashable:
     whole_rows = size and isinstance(layout, Block) and layout.inner % prod(shapes[0][1:]) == 0
     if not whole_rows or not reads.keys() >= set(use.outputs) or in_checkpoint(node):
         return None
+    assert isinstance(layout, Block)
     if size > (_LARGEST_SAMPLE * layout.batch if is_traced() else _LARGEST):
         return None
     ways = []
