@@ -12,6 +12,7 @@ from persample.kernels.geometry import Geometry
 from persample.kernels.library import (
     convolution,
     distance_gradient,
+    end_to_end,
     group_norm_sums,
     gru_cell_gradient,
     input_gradient,
@@ -124,3 +125,10 @@ def test_gradients_of_a_gru_cell() -> None:
     want = torch.autograd.grad((1 - z) * n + z * hx, gates, g)
     got = gru_cell_gradient(g, (gates[0].detach(), gates[1].detach()), (b_ih, b_hh), hx)
     torch.testing.assert_close(got, want)
+
+
+def test_tensors_end_to_end() -> None:
+    given = [torch.ones(2, 3).t(), torch.zeros(()), torch.arange(4.0)[::2], torch.zeros(0)]
+    joined = end_to_end(given)
+    assert torch.equal(joined, torch.cat([t.reshape(-1) for t in given]))
+    assert end_to_end([given[0]]).data_ptr() != given[0].data_ptr()

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors
 
 from ..distributed import is_sharded
 from ..graph.read.saved import version
+from ..kernels.library import end_to_end
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ _SMALL = 2**13  # elements, below which one call for many tensors costs less tha
 
 def _bits_of_many(tensors: Sequence[Tensor], ends: Tensor) -> Tensor:
     """Like `_bits`, of tensors of one dtype, from differences of sums over all of them, which wrap around."""
-    line: Tensor = _flatten_dense_tensors(tensors).reshape(-1)
+    line = end_to_end(tensors)
     sums = line.view(_WHOLE[line.dtype]).cumsum(0, dtype=torch.int64)
     return nn.functional.pad(sums, (1, 0))[ends].diff()
 

@@ -9,9 +9,10 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors
 
 from ..factors.limits import Unit
+from ..graph.read.saved import viewed
+from ..kernels.library import end_to_end
 from ..reductions import Clipping
 
 
@@ -48,8 +49,7 @@ class Line:
         if not ready or len({whole.numbers.device for whole in ready}) > 1 or ready[-1] is not sums[len(ready) - 1]:
             parts = [whole.on_grid(grid).view(-1) for whole in sums]
             return cls(parts, parts)
-        flattened: Tensor = _flatten_dense_tensors([whole.numbers for whole in ready])
-        joined = flattened.reshape(-1)
+        joined = end_to_end([whole.numbers for whole in ready])
         pieces = joined.split([whole.numbers.numel() for whole in ready])
         if len({whole.unit.exponent for whole in ready}) == 1:
             joined.mul_(ready[0].unit.size)
@@ -64,8 +64,8 @@ def divided(sums: Sequence[Tensor], divisor: float, params: Sequence[Tensor]) ->
 
     Complex numbers are pairs. The sums may be overwritten.
     """
-    whole = sums[0]._base
-    if whole is None or whole.numel() != sum([t.numel() for t in sums]) or any(t._base is not whole for t in sums):
+    whole = viewed(sums[0])
+    if whole is None or whole.numel() != sum([t.numel() for t in sums]) or any(viewed(t) is not whole for t in sums):
         return [t.div_(divisor).view(*p.shape, *[2] * p.is_complex()) for t, p in zip(sums, params, strict=True)]
     whole.div_(divisor)
     if all(p.dtype == torch.float32 for p in params):

@@ -18,6 +18,7 @@ __all__ = [
     "convolution",
     "copied_at_once",
     "distance_gradient",
+    "end_to_end",
     "group_norm_sums",
     "gru_cell_gradient",
     "input_gradient",
@@ -90,6 +91,12 @@ def group_norm_sums(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> tuple[T
     scale = torch.empty(len(g), dtype=g.dtype, device=g.device)  # only its presence is asked for
     _, d_scale, d_shift = _aten.native_group_norm_backward(*images, scale, *sizes, (False, True, True))
     return d_scale, d_shift
+
+
+def end_to_end(tensors: Sequence[Tensor]) -> Tensor:
+    """(n,): the elements of all tensors of one dtype, copied into one, by one call."""
+    flat: Tensor = torch._utils._flatten_dense_tensors(list(tensors))
+    return flat.reshape(-1)
 
 
 def copied_at_once(tensors: Sequence[Tensor]) -> list[Tensor]:

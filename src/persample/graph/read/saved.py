@@ -82,6 +82,11 @@ def version(t: Tensor) -> int:
     return 0 if t.is_inference() else int(t._version)
 
 
+def viewed(t: Tensor) -> Tensor | None:
+    """The tensor that this one is a view of, or None."""
+    return t._base
+
+
 def has_memory(t: Tensor) -> bool:
     """Is this a tensor with numbers of its own, and no wrapper of others, sparse one or zero that was never written?"""
     return type(t) in (Tensor, nn.Parameter) and t.layout == torch.strided and not t._is_zerotensor()
