@@ -102,6 +102,16 @@ def _private(secure: bool, task: Task, noise: float) -> Run:
     return Run(model, step)
 
 
+def _compiled(task: Task, noise: float) -> Run:
+    model, optimizer = _copied(task)
+    batch = len(task.inputs[0])
+    plan = dp.Plan(examples=batch, batch_size=batch, steps=10**6, noise_multiplier=noise, delta=1e-9, accountant="rdp")
+    losses_fn = partial(task.losses_fn, model)
+    private = dp.Private(model, optimizer, plan, ps.ClippedSum(MAX_NORM), compile=lambda *given: losses_fn(*given))
+    batches: Iterator[tuple[Tensor, ...]] = private.batches(range(batch), collate_fn=lambda _: task.inputs)
+    return Run(model, lambda: private.step(*next(batches)) and None)
+
+
 def _opacus_hooks(task: Task, noise: float) -> Run:
     from opacus import GradSampleModule
     from opacus.optimizers import DPOptimizer
@@ -153,6 +163,9 @@ TRAINERS = [
     Trainer("opacus-hooks", "Opacus", _opacus_hooks, needs="opacus"),
     Trainer("opacus-ghost", "Opacus ghost", _opacus_ghost, needs="opacus"),
 ]
+
+
+COMPILED = [*TRAINERS[:3], Trainer("compiled", "dp.Private, compile=", _compiled)]
 
 
 def measured(workload: str, budget: float, fewest: int, trainers: Sequence[Trainer] = TRAINERS) -> list[dict[str, Any]]:
@@ -229,14 +242,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--budget", type=float, default=15.0, help="seconds per workload, once the fewest rounds are done"
     )
+    parser.add_argument("--compiled", action="store_true", help="compiled steps, in place of other libraries")
     add_common(parser)
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
+    trainers = COMPILED if args.compiled else TRAINERS
     budget, fewest = (0.0, 2) if args.quick else (args.budget, args.rounds or 5)
     where = environment.describe()
     print(f"\ntorch {where['torch']}, {where['threads']} threads on {where['cores']} cores of {where['cpu']}")
     print("samples per second, median over rounds, and (time relative to ps.clipped_sum and optimizer)\n")
-    print(f"{'workload':<12}{'B':>4}" + "".join(f"{t.name:>16}" for t in TRAINERS) + f"{'noise alone':>16}", flush=True)
+    print(f"{'workload':<12}{'B':>4}" + "".join(f"{t.name:>16}" for t in trainers) + f"{'noise alone':>16}", flush=True)
     rows = []
     for workload in args.workloads:
         found = measured(workload, budget, fewest)
