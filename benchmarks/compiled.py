@@ -1,4 +1,4 @@
-"""Compiled steps as contenders: `ps.compile`, plain steps of ``torch.compile``, and verbs on models that it compiled."""
+"""Compiled steps as contenders: `ps.compile`, the plain step of ``torch.compile``, and verbs on what it compiled."""
 
 from __future__ import annotations
 

@@ -254,7 +254,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{'workload':<12}{'B':>4}" + "".join(f"{t.name:>16}" for t in trainers) + f"{'noise alone':>16}", flush=True)
     rows = []
     for workload in args.workloads:
-        found = measured(workload, budget, fewest)
+        found = measured(workload, budget, fewest, trainers)
         noise = next(row for row in found if row["trainer"] == "private")["noise_ms"]["median"]
         print(f"{workload:<12}{WORKLOADS[workload].batch:>4}" + "".join(f"{cell(row):>16}" for row in found), end="")
         print(f"{f'{noise:.3g} ms':>16}", flush=True)
@@ -262,8 +262,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     busy = max(row.get("others", 0.0) for row in rows)
     if busy > DISTURBED:
         print(f"doubtful: other programs kept up to {busy} cores busy")
-    trainers = {t.name: {"title": t.title} for t in TRAINERS}
-    write(args.json, {"environment": where, "trainers": trainers, "rows": rows})
+    titles = {t.name: {"title": t.title} for t in trainers}
+    write(args.json, {"environment": where, "trainers": titles, "rows": rows})
     return 0
 
 
