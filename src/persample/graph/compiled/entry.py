@@ -16,7 +16,8 @@ from ..layout import Flow, Labels, Layout, Outcome
 from ..ops.custom import COMPILED, enter_op
 from ..ops.table import Layouts
 from ..ops.use import Use
-from ..read.compiled import Backward, Unreadable, arguments_of, backward_of
+from ..read.compiled import Backward, Unreadable, arguments_of, backward_of, kind_of, kinds_given
+from ..read.notes import ask, by_data
 from ..read.saved import in_backward, in_checkpoint, metadata, unpacked_often, will_run
 from ..read.site import Site
 from .program import Program
@@ -69,6 +70,10 @@ def _flows(site: Site, layouts: Layouts) -> dict[int, Outcome]:
     """Where samples lie in all outputs; nothing where the backward cannot be read."""
     if in_checkpoint(site.node):  # whose saved tensors are not there yet
         return {}
+    try:
+        ask(site.node, kinds_given)  # a plan relies on nothing else: on no numbers, and the form says which region it is
+    except AttributeError:  # in another release of PyTorch
+        by_data()
     empty = [torch.empty(m.shape, dtype=m.dtype, device=m.device) for m in metadata(site.node)]
     try:
         reading = _read(site, empty, layouts)
@@ -134,8 +139,7 @@ def _read(site: Site, cotangents: Sequence[Tensor | None], layouts: Layouts) -> 
 
 def _key(arguments: Sequence[Any], layouts: Layouts) -> Hashable:
     """What a program depends on: shapes, strides and dtypes, numbers, and where samples lie."""
-    given = [(tuple(a.shape), a.stride(), a.dtype, a.device) if isinstance(a, Tensor) else a for a in arguments]
-    return tuple(given), tuple(_layout_key(layout) for layout in layouts)
+    return tuple(map(kind_of, arguments)), tuple(map(_layout_key, layouts))
 
 
 def _layout_key(layout: Layout | None) -> Hashable:

@@ -6,7 +6,7 @@ The names used here are private to PyTorch. They hold for torch 2.13 to 2.15; ``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -154,6 +154,20 @@ def arguments_of(node: Any, cotangents: Sequence[Tensor | None]) -> list[Any]:
     with torch.no_grad():
         arguments = function_of(node)._bw_prologue_fn(saved, node.symints, node.opaque_objects, filled)  # type: ignore[attr-defined]
     return list(arguments)
+
+
+def kinds_given(node: Any) -> Hashable:
+    """What there is to know, without its numbers, of what the backward of a compiled node is given and asked for."""
+    saved = (*node.saved_tensors, *node._tensors_no_vc_check)
+    metas = [(m.dtype, m.device) for m in metadata(node)]
+    return tuple(map(kind_of, saved)), tuple(node.symints), tuple(metas), tuple(node.needs_input_grad)
+
+
+def kind_of(argument: Any) -> Hashable:
+    """What code for a tensor depends on; anything else stands for itself."""
+    if not isinstance(argument, Tensor):
+        return argument  # type: ignore[no-any-return]
+    return argument.shape, argument.stride(), argument.dtype, argument.device
 
 
 def simpler_ops(known: Collection[str]) -> dict[Any, Callable[..., Any]]:
