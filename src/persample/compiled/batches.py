@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from .compilers import Dims, dims_of, losses_length, open_sizes
-from .refusal import NotCompiled
+from ..refusal import NotCompiled
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from ..kernels.pages import POOL
 from .batches import OpenBatch, common_graph
 from .compilers import OpenInputs, Runnable, compiled_by, open_sizes, without_autocast
-from .refusal import NotCompiled
+from ..refusal import NotCompiled
 from .trace import Problem, Traced, trace
 
 Backend = str | Callable[..., Any]

@@ -16,13 +16,13 @@ from ..checks import check_reductions
 from ..distributed import is_sharded
 from ..params import Params, named
 from ..reductions import Reduction
+from ..reductions.answers import differing
 from ..trees import leaves, tree_map
 from ..verbs import reduce
-from .answers import differing
 from .build import Backend, Build, build
 from .compilers import captured, check_backend, could_not_capture, too_many_captures, without_checkpoints
 from .facts import Facts, changes, facts_of
-from .refusal import NotCompiled
+from ..refusal import NotCompiled
 from .region import Call, Region, State
 from .trace import Problem, check_compilable, kinds_of
 

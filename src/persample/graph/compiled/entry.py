@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -31,7 +32,7 @@ class _Region:
     """What has been read of the backward that all nodes of one compiled region have in common."""
 
     def __init__(self, backward: Backward) -> None:
-        self._backward = backward
+        self._backward, self.inductor = backward, backward.inductor
         self._programs: OrderedDict[Hashable, Program | str] = OrderedDict()
 
     def program(self, arguments: Sequence[Any], layouts: Layouts) -> Program:
@@ -116,6 +117,40 @@ def _factors(site: Site, use: Use) -> Mapping[int, Factor | str]:
     return {k: factors[n] for n, k in wanted.items()}
 
 
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """The factors of all parameters of a call, as a function of the tensors that one compiled region is given."""
+
+    region: type  # what is kept for it is to go with it
+    key: Hashable  # equal for calls that one graph serves, with parameters of the same names and shapes
+    tensors: Sequence[Tensor]
+    factors: Callable[[Sequence[Tensor]], Mapping[str, Factor]]  # raises where something is not known
+
+
+def whole(
+    site: Site, cotangents: Sequence[Tensor | None], layouts: Layouts, names: Mapping[int, str]
+) -> Whole | None:
+    """The factors of parameters by output of a node; None if the region was not compiled by Inductor."""
+    function = function_of(site.node)  # type: ignore[arg-type]
+    region = _REGIONS.get(function)
+    if region is None or not region.inductor:
+        return None
+    arguments = arguments_of(site.node, cotangents)
+
+    def factors(tensors: Sequence[Tensor]) -> Mapping[str, Factor]:
+        reading = _reading(site, arguments, layouts)
+        wanted = {reading.outputs[k]: name for k, name in names.items()}
+        built = reading.program.built(tensors, wanted)
+        for k in names:
+            factor = built[reading.outputs[k]]
+            if factor.shape != site.target(k) or factor.dtype != site.metadata(k).dtype:
+                raise Unreadable("a gradient of another shape or dtype than its parameter")
+        return {name: built[n] for n, name in wanted.items()}
+
+    key = _key(arguments, layouts), tuple(names.items()), tuple(site.node.needs_input_grad)  # type: ignore[attr-defined]
+    return Whole(function, key, [a for a in arguments if isinstance(a, Tensor)], factors)
+
+
 class _Reading(NamedTuple):
     program: Program
     arguments: Sequence[Any]
@@ -127,7 +162,11 @@ def _read(site: Site, cotangents: Sequence[Tensor | None], layouts: Layouts) -> 
     function = function_of(site.node)  # type: ignore[arg-type]
     if function not in _REGIONS:
         _REGIONS[function] = _Region(backward_of(site.node))
-    arguments = arguments_of(site.node, cotangents)
+    return _reading(site, arguments_of(site.node, cotangents), layouts)
+
+
+def _reading(site: Site, arguments: Sequence[Any], layouts: Layouts) -> _Reading:
+    function = function_of(site.node)  # type: ignore[arg-type]
     program = _REGIONS[function].program(arguments, layouts)
     wants = site.node.needs_input_grad  # type: ignore[attr-defined]
     edges = [k for k, (child, _) in enumerate(site.node.next_functions) if child is not None]

@@ -24,6 +24,7 @@ from ...factors import Dense, Factor, Masked, Part, combine, split
 from ...kernels.certificates import is_traced
 from ...kernels.streams import Streams
 from ...numberless import NoNumbers
+from ..compiled.entry import Whole, whole
 from ..layout import Block, Layout, labels
 from ..ops.custom import taught
 from ..ops.use import Use
@@ -44,6 +45,8 @@ from .watch import Births, Gathering, changed_in_place
 
 # Called with the factor of one parameter, or of several: their samples are one parameter's after another's.
 Sink = Callable[[Sequence[str], Factor], None]
+# Called with all factors of a call as a function of tensors; if it returns True, the sink is given none.
+AtOnce = Callable[[Whole], bool]
 
 
 class Capture:
@@ -56,7 +59,9 @@ class Capture:
         params: Mapping[str, Tensor],
         sink: Sink,
         ordinary: Sequence[NodeSlot] = (),
+        at_once: AtOnce | None = None,
     ) -> None:
+        self.at_once = at_once
         self.plan, self.tape, self.samples, self.roots = plan, plan.tape, plan.samples, roots
         self.sink = sink
         self.ordinary = ordinary  # where ordinary gradients are wanted
@@ -140,6 +145,8 @@ class Capture:
         site, factors, instead = self.samples.sites[number], dict[int, Factor](), None
         if any(g is not None for g in cotangents):
             known = [None if g is None else layout for g, layout in zip(cotangents, layouts, strict=True)]
+            if self._is_taken_at_once(site, use, cotangents, known):
+                return None
             self._read_ahead(site)
             factors = self._factors(site, use.outputs, cotangents, known, self.samples.batch)
             if site.op.instead is not None:
@@ -148,6 +155,25 @@ class Capture:
         for outputs, factor in self._regrouped(site, {k: factors.get(k) for k in use.outputs}):
             self._add([site.edges[k] for k in outputs], factor)
         return instead
+
+    def _is_taken_at_once(
+        self, site: Site, use: Bundle, cotangents: Sequence[Tensor | None], layouts: Sequence[Layout | None]
+    ) -> bool:
+        """Has somebody taken all factors of the call at once, where one compiled region makes them?"""
+        if self.at_once is None or len(self.plan.uses) != 1 or use.passed or self.ordinary:
+            return False
+        if not is_compiled(site.node) or len(use.outputs) != len(self.names) or saved.in_checkpoint(site.node):
+            return False
+        names: dict[int, str] = {}
+        for k in use.outputs:
+            node, _ = site.edges[k]  # type: ignore[misc]
+            if not self.tape.is_leaf(node) or self.plan.waiting[node] != 1:
+                return False
+            if self.samples.flows[site.index, k] is not Flow.SHARED or len(own := self._names(node)) != 1:
+                return False
+            names[k] = own[0]
+        offered = whole(site, cotangents, layouts, names)
+        return offered is not None and self.at_once(offered)
 
     def _regrouped(self, site: Site, factors: dict[int, Factor | None]) -> list[tuple[list[int], Factor | None]]:
         """What comes to shared tensors: parts of one factor as one, if each is all that comes to a parameter."""
