@@ -36,23 +36,27 @@ _KINDS = (ClippedSum, Gram, Norms, SecondMoment, Stack, Variance)  # those that 
 _PLAIN = (type(None), bool, int, float, str)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Code:
     """From tensors to results, compiled."""
 
     run: Callable[..., Sequence[Tensor]]
     rebuild: Rebuild
     certified: bool  # whether the last tensor says if the results are to be used
+    shared: Sequence[int] | None = None  # results that lie in the memory of what it is given: the same in all calls
 
     def answer(self, tensors: Sequence[Tensor]) -> Any:
-        """The results; None if they are not to be used."""
-        with as_written(tensors):
+        """The results, in memory of their own; None if they are not to be used."""
+        with as_written(tensors[:1]):
             results = list(self.run(*tensors))
         if self.certified and not bool(results.pop()):
             return None
-        taken = {t.untyped_storage().data_ptr() for t in tensors}
-        own = [t.clone() if t.untyped_storage().data_ptr() in taken else t for t in results]
-        return self.rebuild(iter(own))
+        if self.shared is None:
+            taken = {t.untyped_storage().data_ptr() for t in tensors}
+            self.shared = [i for i, t in enumerate(results) if t.untyped_storage().data_ptr() in taken]
+        for i in self.shared:
+            results[i] = results[i].clone()
+        return self.rebuild(iter(results))
 
 
 @dataclass(slots=True)
@@ -122,8 +126,7 @@ class Fused:
 
     def _kept(self, whole: Whole) -> _Kept:
         call = self._run.call
-        params = tuple([(name, p.shape, p.dtype) for name, p in call.params.items()])
-        key = whole.key, params, call.batch, call.space.limit, self._settings, self._as_sequence, _modes()
+        key = whole.key, tuple(call.params), call.space.limit, self._settings, self._as_sequence, _modes()
         kept = _KEPT.setdefault(whole.region, OrderedDict())
         found = kept.pop(key, None) or _Kept()
         kept[key] = found  # as the last one used

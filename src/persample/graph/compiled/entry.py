@@ -122,15 +122,23 @@ class Whole:
     """The factors of all parameters of a call, as a function of the tensors that one compiled region is given."""
 
     region: type  # what is kept for it is to go with it
-    key: Hashable  # equal for calls that one graph serves, with parameters of the same names and shapes
+    key: Hashable  # equal for calls that one graph serves, with parameters of the same names
     tensors: Sequence[Tensor]
     factors: Callable[[Sequence[Tensor]], Mapping[str, Factor]]  # raises where something is not known
 
 
 def whole(
-    site: Site, cotangents: Sequence[Tensor | None], layouts: Layouts, names: Mapping[int, str]
+    site: Site,
+    cotangents: Sequence[Tensor | None],
+    layouts: Layouts,
+    name_of: Callable[[int], str],
+    common: Hashable,
 ) -> Whole | None:
-    """The factors of parameters by output of a node; None if the region was not compiled by Inductor."""
+    """The factors of parameters by output of a node; None if the region was not compiled by Inductor.
+
+    ``common`` stands for what the plan relies on: it is equal only where the same region has saved tensors of the same
+    kinds (`kinds_given`), and where the same parameters are asked for.
+    """
     function = function_of(site.node)  # type: ignore[arg-type]
     region = _REGIONS.get(function)
     if region is None or not region.inductor:
@@ -139,6 +147,7 @@ def whole(
 
     def factors(tensors: Sequence[Tensor]) -> Mapping[str, Factor]:
         reading = _reading(site, arguments, layouts)
+        names = {k: name_of(k) for k, _ in site.outputs}
         wanted = {reading.outputs[k]: name for k, name in names.items()}
         built = reading.program.built(tensors, wanted)
         for k in names:
@@ -147,7 +156,7 @@ def whole(
                 raise Unreadable("a gradient of another shape or dtype than its parameter")
         return {name: built[n] for n, name in wanted.items()}
 
-    key = _key(arguments, layouts), tuple(names.items()), tuple(site.node.needs_input_grad)  # type: ignore[attr-defined]
+    key = common, tuple(map(kind_of, cotangents)), tuple(map(_layout_key, layouts))
     return Whole(function, key, [a for a in arguments if isinstance(a, Tensor)], factors)
 
 

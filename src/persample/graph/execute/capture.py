@@ -66,6 +66,7 @@ class Capture:
         self.sink = sink
         self.ordinary = ordinary  # where ordinary gradients are wanted
         self.gradients: tuple[Tensor | None, ...] = (None,) * len(ordinary)  # and those gradients
+        self.count = len(params)
         self.names: dict[int, list[str]] = {}  # of a parameter, by the id of its tensor
         for name, p in params.items():
             self.names.setdefault(id(p), []).append(name)
@@ -160,20 +161,23 @@ class Capture:
         self, site: Site, use: Bundle, cotangents: Sequence[Tensor | None], layouts: Sequence[Layout | None]
     ) -> bool:
         """Has somebody taken all factors of the call at once, where one compiled region makes them?"""
-        if self.at_once is None or len(self.plan.uses) != 1 or use.passed or self.ordinary:
+        if self.at_once is None or self.ordinary or self.count != len(use.outputs):
             return False
-        if not is_compiled(site.node) or len(use.outputs) != len(self.names) or saved.in_checkpoint(site.node):
+        common = self.plan.common
+        if common.one_region is None:
+            common.one_region = self._is_one_region(site, use)
+        if not common.one_region:
             return False
-        names: dict[int, str] = {}
-        for k in use.outputs:
-            node, _ = site.edges[k]  # type: ignore[misc]
-            if not self.tape.is_leaf(node) or self.plan.waiting[node] != 1:
-                return False
-            if self.samples.flows[site.index, k] is not Flow.SHARED or len(own := self._names(node)) != 1:
-                return False
-            names[k] = own[0]
-        offered = whole(site, cotangents, layouts, names)
+        offered = whole(site, cotangents, layouts, lambda k: self._names(site.edges[k][0])[0], common)  # type: ignore[index]
         return offered is not None and self.at_once(offered)
+
+    def _is_one_region(self, site: Site, use: Bundle) -> bool:
+        """Does one compiled region, at which the engine stops, make all that comes to every parameter?"""
+        if len(self.plan.uses) != 1 or use.passed or not is_compiled(site.node) or saved.in_checkpoint(site.node):
+            return False
+        leaves = [site.edges[k][0] for k in use.outputs]  # type: ignore[index]
+        shared = all(self.samples.flows[site.index, k] is Flow.SHARED for k in use.outputs)
+        return shared and all(self.tape.is_leaf(leaf) and self.plan.waiting[leaf] == 1 for leaf in leaves)
 
     def _regrouped(self, site: Site, factors: dict[int, Factor | None]) -> list[tuple[list[int], Factor | None]]:
         """What comes to shared tensors: parts of one factor as one, if each is all that comes to a parameter."""
