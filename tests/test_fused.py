@@ -74,7 +74,12 @@ def same(got: Any, want: Any) -> None:
 
 
 def in_turn(
-    model: nn.Module, losses: Callable[[Any, int], Tensor], compiled: Any, *reductions: Any, params: Any = None, n: int = 6
+    model: nn.Module,
+    losses: Callable[[Any, int], Tensor],
+    compiled: Any,
+    *reductions: Any,
+    params: Any = None,
+    n: int = 6,
 ) -> None:
     """Other data and weights in each of some calls, all of which have the engine's answers."""
     params = model if params is None else params
@@ -243,7 +248,10 @@ def test_numbers_of_all_sizes(value: float, backend: str, taken: list[bool]) -> 
         return losses(m) * factors
 
     before = len(taken)
-    same(ps.reduce(scaled(compiled), model, ps.Norms(), ps.Stack()), ps.reduce(scaled(model), model, ps.Norms(), ps.Stack()))
+    same(
+        ps.reduce(scaled(compiled), model, ps.Norms(), ps.Stack()),
+        ps.reduce(scaled(model), model, ps.Norms(), ps.Stack()),
+    )
     drop = ps.ClippedSum(1.0, nonfinite="drop")
     same(ps.reduce(scaled(compiled), model, drop), ps.reduce(scaled(model), model, drop))
     assert len(taken) == before + 2
@@ -262,7 +270,8 @@ def test_many_doubts_and_the_code_is_left_alone(backend: str, taken: list[bool])
         want = ps.reduce(squares(model(x)), model, ps.ClippedSum(1.0, nonfinite="drop"))
         same(ps.reduce(squares(compiled(x)), model, ps.ClippedSum(1.0, nonfinite="drop")), want)
     (kept,) = fused._KEPT.values()
-    assert [one.refused for one in kept.values()] == [True] and sum(taken) == 2
+    assert [one.refused for one in kept.values()] == [True]
+    assert sum(taken) == 2
 
 
 def test_code_that_is_wrong_is_not_used(backend: str, taken: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,19 +299,23 @@ def test_what_cannot_be_compiled_is_tried_once(
     monkeypatch.setattr(fused, "compiled_by_inductor", fails)
     model = mlp(3, 4, 2)
     in_turn(model, lambda m, i: squares(m(data(5, 3, seed=i))), torch.compile(model, backend=backend), ps.Norms())
-    assert tries == [1] and not any(taken)
+    assert tries == [1]
+    assert not any(taken)
 
 
 def test_code_goes_with_its_region(backend: str, taken: list[bool]) -> None:
     model = mlp(3, 4, 2)
     compiled = torch.compile(model, backend=backend)
     in_turn(model, lambda m, i: squares(m(data(5, 3, seed=i))), compiled, ps.Norms(), ps.Stack())
-    assert taken[-1] and len(fused._KEPT) == 1
+    assert taken[-1]
+    assert len(fused._KEPT) == 1
     weight = ref(model[0].weight)
     del model, compiled
     torch.compiler.reset()
-    gc.collect()
-    assert not fused._KEPT and weight() is None
+    for _ in range(2):  # what was traced is freed by the first
+        gc.collect()
+    assert not fused._KEPT
+    assert weight() is None
 
 
 def test_few_codes_are_kept(backend: str) -> None:

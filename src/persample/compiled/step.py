@@ -18,12 +18,12 @@ from ..graph.read.compiled import break_graph
 from ..params import Params, named
 from ..reductions import Reduction
 from ..reductions.answers import differing
+from ..refusal import NotCompiled
 from ..trees import leaves, tree_map
 from ..verbs import reduce
 from .build import Backend, Build, build
 from .compilers import captured, check_backend, could_not_capture, too_many_captures, without_checkpoints
 from .facts import Facts, changes, facts_of
-from ..refusal import NotCompiled
 from .region import Call, Region, State
 from .trace import Problem, check_compilable, kinds_of
 

@@ -143,7 +143,8 @@ def test_no_plan_keeps_a_region_alive() -> None:
     losses = squares(compiled(data(5, 3)))
     regions = [ref(node._forward_cls) for node in _nodes(losses) if hasattr(node, "_forward_cls")]
     ps.norms(losses, model)
-    assert regions and len(remember._PLANS) == 1
+    assert regions
+    assert len(remember._PLANS) == 1
     del losses, compiled
     torch.compiler.reset()
     gc.collect()

@@ -72,7 +72,9 @@ def _flows(site: Site, layouts: Layouts) -> dict[int, Outcome]:
     if in_checkpoint(site.node):  # whose saved tensors are not there yet
         return {}
     try:
-        ask(site.node, kinds_given)  # a plan relies on nothing else: on no numbers, and the form says which region it is
+        ask(
+            site.node, kinds_given
+        )  # a plan relies on nothing else: on no numbers, and the form says which region it is
     except AttributeError:  # in another release of PyTorch
         by_data()
     empty = [torch.empty(m.shape, dtype=m.dtype, device=m.device) for m in metadata(site.node)]
