@@ -24,7 +24,6 @@ from .graph.compiled.entry import Whole
 from .graph.read.compiled import as_written, compiled_by_inductor, retraced
 from .kernels.certificates import is_traced, traced
 from .kernels.devices import looking
-from .kernels.pages import POOL
 from .numberless import has_numbers, shapes_alone
 from .reductions import Call, ClippedSum, Gram, Norms, Reduction, Run, SecondMoment, Stack, Variance
 from .reductions.answers import Rebuild, differing, take_apart
@@ -110,7 +109,6 @@ class Fused:
         if not kept.trusted:
             self._to_compare = kept, whole
             return False
-        POOL.begin_call()
         self._results = kept.answer(whole.tensors)
         return self._results is not None
 

@@ -183,7 +183,8 @@ def as_written(tensors: Sequence[Tensor]) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         for kind in {t.device.type for t in tensors} | {"cpu"}:
-            stack.enter_context(torch.autocast(kind, enabled=False))
+            if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
         yield
 
 
@@ -222,10 +223,15 @@ def refuse_effects(graph: fx.GraphModule) -> None:
             raise Unreadable(f"{target}, which draws random numbers")
 
 
+# That arguments are as they were is known before; and results are kept beyond the next call.
+_INDUCTOR = {"size_asserts": False, "triton.cudagraphs": False}
+
+
 def compiled_by_inductor(graph: fx.GraphModule, example: Sequence[Any]) -> Callable[..., Sequence[Tensor]]:
     """A graph without gradients, compiled for arguments of these shapes and strides."""
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 
-    with as_written(example):
+    with as_written(example), config.patch(_INDUCTOR):
         run: Any = compile_fx(graph, list(example))
     return run  # type: ignore[no-any-return]
