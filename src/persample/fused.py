@@ -18,7 +18,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from .distributed import is_sharded
 from .factors import Workspace
 from .graph.compiled.entry import Whole
 from .graph.read.compiled import as_written, compiled_by_inductor, retraced
@@ -96,7 +95,7 @@ class Fused:
         if independent or run.call.ranks is not None or is_traced() or not has_numbers(losses):
             return None
         settings = [_settings(reduction) for reduction in run.given]
-        if not settings or None in settings or any(is_sharded(p) for p in run.call.params.values()):
+        if not settings or None in settings:
             return None
         return cls(run, max_memory, as_sequence, tuple(settings))
 
