@@ -304,6 +304,22 @@ def test_what_cannot_be_compiled_is_tried_once(
     assert not any(taken)
 
 
+def test_large_results_and_long_graphs_are_left_to_the_engine(
+    backend: str, taken: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = mlp(3, 4, 2)
+    compiled, losses = torch.compile(model, backend=backend), lambda m, i: squares(m(data(5, 3, seed=i)))
+    monkeypatch.setattr(fused, "_LARGEST", 5 * 26 * 8 - 1)
+    in_turn(model, losses, compiled, ps.Stack())
+    assert not taken
+    monkeypatch.setattr(fused, "_LARGEST", 5 * 26 * 8)
+    in_turn(model, losses, compiled, ps.Stack())
+    assert taken[-1]
+    monkeypatch.setattr(fused, "_LONGEST", 5)
+    in_turn(model, losses, compiled, ps.Norms())
+    assert not taken[-1]
+
+
 def test_code_goes_with_its_region(backend: str, taken: list[bool]) -> None:
     model = mlp(3, 4, 2)
     compiled = torch.compile(model, backend=backend)

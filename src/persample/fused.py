@@ -26,11 +26,14 @@ from .kernels.devices import looking
 from .numberless import has_numbers, shapes_alone
 from .reductions import Call, ClippedSum, Gram, Norms, Reduction, Run, SecondMoment, Stack, Variance
 from .reductions.answers import Rebuild, differing, take_apart
+from .refusal import NotCompiled
 
 _FEW = 3  # calls like one another before it pays to compile for them
 _MOST = 16  # of what is compiled for one region
 _DOUBTS = 8  # answers one after another that were of no use, before no more are asked for
 _KINDS = (ClippedSum, Gram, Norms, SecondMoment, Stack, Variance)  # those that are known to be traced
+_LARGEST = 2**26  # bytes of gradients written out: of larger ones, Python costs little, and twice as many much
+_LONGEST = 2**14  # calls in a graph
 _PLAIN = (type(None), bool, int, float, str)
 
 
@@ -95,7 +98,7 @@ class Fused:
         if independent or run.call.ranks is not None or is_traced() or not has_numbers(losses):
             return None
         settings = [_settings(reduction) for reduction in run.given]
-        if not settings or None in settings:
+        if not settings or None in settings or _is_large(run):
             return None
         return cls(run, max_memory, as_sequence, tuple(settings))
 
@@ -157,6 +160,8 @@ class Fused:
         graph = retraced(step, whole.tensors, {})
         graph.graph.eliminate_dead_code()
         graph.recompile()
+        if len(graph.graph.nodes) > _LONGEST:
+            raise NotCompiled("a graph that takes too long to compile")
         return _Code(compiled_by_inductor(graph, whole.tensors), made[-1], certified[-1])
 
     def _reduced(self, whole: Whole, given: Sequence[Tensor]) -> tuple[Any, ...]:
@@ -179,6 +184,12 @@ def _settings(reduction: Reduction) -> Hashable:
     if type(reduction) not in _KINDS or not all(isinstance(value, _PLAIN) for value in held.values()):
         return None
     return type(reduction), tuple(held.items())
+
+
+def _is_large(run: Run) -> bool:
+    """Are there results that nobody would want to have twice, to compare them?"""
+    stacks = sum(isinstance(reduction, Stack) for reduction in run.given)
+    return stacks > 0 and stacks * run.call.batch * sum([p.nbytes for p in run.call.params.values()]) > _LARGEST
 
 
 def _modes() -> Hashable:
