@@ -36,9 +36,10 @@ EVERYWHERE = {
     "_version",
     "numberless",
     "python_nodes",
+    "refusal",
     "trees",
 }  # which import nothing of this package: anybody may use them
-TOP_MODULES = {"call", "checks", "explain", "monitor", "shortcuts", "params", "verbs", "_table"}
+TOP_MODULES = {"call", "checks", "explain", "fused", "monitor", "shortcuts", "params", "verbs", "_table"}
 
 
 def name_of(path: Path) -> str:

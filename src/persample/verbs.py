@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from .checks import boundary, check_losses, check_memory, check_reductions, refuse_shards
 from .distributed import Ranks, accumulate, undisturbed
+from .fused import Fused
 from .graph.entry import capture_into
+from .graph.execute.capture import AtOnce
 from .graph.read.compiled import break_graph
 from .graph.read.roots import Roots, slot_of
 from .graph.read.saved import late_hooks
@@ -121,8 +123,10 @@ def reduce(
     check_losses(losses)
     with boundary(losses), undisturbed(losses, tensors, last=not retain_graph) as leaves:
         run = begin_run(reductions, params, leaves.full, len(losses), losses.device, max_memory, ranks)
-        run_backward(losses, leaves.full, run, retain_graph=retain_graph, independent=independent)
-        return run.results()
+        fused = Fused.of(run, losses, max_memory, as_sequence=isinstance(params, Sequence), independent=independent)
+        at_once = None if fused is None else fused.take
+        run_backward(losses, leaves.full, run, retain_graph=retain_graph, independent=independent, at_once=at_once)
+        return run.results() if fused is None else fused.results()
 
 
 @break_graph
@@ -197,9 +201,15 @@ def begin_run(
 
 
 def run_backward(
-    losses: Tensor, params: Mapping[str, Tensor], run: Run, *, retain_graph: bool, independent: bool
+    losses: Tensor,
+    params: Mapping[str, Tensor],
+    run: Run,
+    *,
+    retain_graph: bool,
+    independent: bool,
+    at_once: AtOnce | None = None,
 ) -> None:
-    """One backward, which hands the factor of every parameter to the reductions of a run."""
+    """One backward, which hands the factor of every parameter to the reductions of a run, or all to ``at_once``."""
     capture_into(
         losses,
         params,
@@ -207,6 +217,7 @@ def run_backward(
         retain_graph=retain_graph,
         independent=independent,
         tell_bytes=run.set_default_memory,
+        at_once=at_once,
     )
 
 

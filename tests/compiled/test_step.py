@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import persample as ps
-from persample.compiled.answers import differing
+from persample.reductions.answers import differing
 
 
 @pytest.fixture(autouse=True)

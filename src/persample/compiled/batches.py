@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from ..refusal import NotCompiled
 from .compilers import Dims, dims_of, losses_length, open_sizes
-from .refusal import NotCompiled
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from ..kernels.pages import POOL
+from ..refusal import NotCompiled
 from .batches import OpenBatch, common_graph
 from .compilers import OpenInputs, Runnable, compiled_by, open_sizes, without_autocast
-from .refusal import NotCompiled
 from .trace import Problem, Traced, trace
 
 Backend = str | Callable[..., Any]

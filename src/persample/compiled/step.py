@@ -14,15 +14,16 @@ from torch import Tensor, nn
 from .._errors import PerformanceWarning
 from ..checks import check_reductions
 from ..distributed import is_sharded
+from ..graph.read.compiled import break_graph
 from ..params import Params, named
 from ..reductions import Reduction
+from ..reductions.answers import differing
+from ..refusal import NotCompiled
 from ..trees import leaves, tree_map
 from ..verbs import reduce
-from .answers import differing
 from .build import Answer, Backend, Build, build
 from .compilers import captured, check_backend, could_not_capture, too_many_captures, without_checkpoints
 from .facts import Facts, changes, facts_of
-from .refusal import NotCompiled
 from .region import Call, Region, State
 from .trace import Problem, check_compilable, kinds_of
 
@@ -159,7 +160,7 @@ class CompiledStep:
         state = f"refused: {self.refused}" if self.refused else f"{len(self.builds)} builds, {self.doubts} doubts"
         return f"CompiledStep({', '.join(type(r).__name__ for r in self._asked.reductions)}; {state})"
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @break_graph
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """One result per reduction, for a batch."""
         with torch.inference_mode(False), torch.enable_grad():

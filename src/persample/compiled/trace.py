@@ -20,13 +20,13 @@ from torch.fx import GraphModule
 from ..kernels.certificates import Certificate, traced
 from ..params import named
 from ..reductions import Reduction
+from ..reductions.answers import Rebuild, take_apart
 from ..reductions.groups import by_names
 from ..reductions.sums import Stack
+from ..refusal import NotCompiled
 from ..trees import leaves, tree_map
 from ..verbs import reduce
-from .answers import Rebuild, take_apart
 from .compilers import traced_graph
-from .refusal import NotCompiled
 
 _MOST_CONSTANTS = 2**26  # bytes of numbers that a graph may hold
 

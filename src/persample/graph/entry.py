@@ -19,7 +19,7 @@ from ..factors import Dense, Factor, Masked, one_by_one
 from ..kernels.certificates import is_traced
 from ..kernels.devices import can_look
 from .execute.bundles import bundle_up
-from .execute.capture import Capture, Sink
+from .execute.capture import AtOnce, Capture, Sink
 from .execute.plan import CapturePlan, plan
 from .layout import Layout, sample_dims
 from .locate.follow import SampleMap, assign
@@ -51,10 +51,12 @@ def capture_into(
     retain_graph: bool,
     independent: bool = False,
     tell_bytes: Callable[[int], None] | None = None,
+    at_once: AtOnce | None = None,
 ) -> None:
     """Hand the factor of every parameter that the losses reach to ``sink``, as soon as it is complete.
 
-    ``tell_bytes`` is told before, about how much memory the forward pass has kept.
+    ``tell_bytes`` is told before, about how much memory the forward pass has kept. Where one compiled region makes all
+    factors, ``at_once`` is offered them, and the sink gets them only if it declines.
     """
     if not len(losses) or not params:
         return
@@ -74,6 +76,7 @@ def capture_into(
                 retain_graph=retain_graph,
                 independent=independent,
                 tell_bytes=tell_bytes,
+                at_once=at_once,
             )
 
 
@@ -89,6 +92,7 @@ def capture_from(
     check: Check | None = None,
     ordinary: Sequence[NodeSlot] = (),
     graph: Graph | None = None,
+    at_once: AtOnce | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Hand factors to ``sink``, from any places of a graph at which samples can be told apart.
 
@@ -103,7 +107,7 @@ def capture_from(
         _refuse_unseen(unseen)
     if tell_bytes is not None:
         tell_bytes(made.activations * roots.itemsize)
-    running = Capture(made, roots, params, sink, ordinary)
+    running = Capture(made, roots, params, sink, ordinary, at_once)
     running.run(retain_graph)
     # Where samples interact, it has been said that everything below is slow; without numbers, nothing is.
     notes = running.slow if meeting else {**running.slow, **running.slow_below}

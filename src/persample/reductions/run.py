@@ -27,6 +27,7 @@ class Run:
     """Gives every factor to all reductions, written out first where that is faster and memory allows."""
 
     def __init__(self, reductions: Sequence[Reduction], call: Call, *, memory_is_given: bool = True) -> None:
+        self.given = reductions
         self.reductions = [copy(r) for r in reductions]
         self.call = call
         self._space = call.space

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -16,7 +17,8 @@ from ..layout import Flow, Labels, Layout, Outcome
 from ..ops.custom import COMPILED, enter_op
 from ..ops.table import Layouts
 from ..ops.use import Use
-from ..read.compiled import Backward, Unreadable, arguments_of, backward_of
+from ..read.compiled import Backward, Unreadable, arguments_of, backward_of, kind_of, kinds_given
+from ..read.notes import ask, by_data
 from ..read.saved import in_backward, in_checkpoint, metadata, unpacked_often, will_run
 from ..read.site import Site
 from .program import Program
@@ -30,7 +32,7 @@ class _Region:
     """What has been read of the backward that all nodes of one compiled region have in common."""
 
     def __init__(self, backward: Backward) -> None:
-        self._backward = backward
+        self._backward, self.inductor = backward, backward.inductor
         self._programs: OrderedDict[Hashable, Program | str] = OrderedDict()
 
     def program(self, arguments: Sequence[Any], layouts: Layouts) -> Program:
@@ -69,6 +71,12 @@ def _flows(site: Site, layouts: Layouts) -> dict[int, Outcome]:
     """Where samples lie in all outputs; nothing where the backward cannot be read."""
     if in_checkpoint(site.node):  # whose saved tensors are not there yet
         return {}
+    try:
+        ask(
+            site.node, kinds_given
+        )  # a plan relies on nothing else: on no numbers, and the form says which region it is
+    except AttributeError:  # in another release of PyTorch
+        by_data()
     empty = [torch.empty(m.shape, dtype=m.dtype, device=m.device) for m in metadata(site.node)]
     try:
         reading = _read(site, empty, layouts)
@@ -111,6 +119,49 @@ def _factors(site: Site, use: Use) -> Mapping[int, Factor | str]:
     return {k: factors[n] for n, k in wanted.items()}
 
 
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """The factors of all parameters of a call, as a function of the tensors that one compiled region is given."""
+
+    region: type  # what is kept for it is to go with it
+    key: Hashable  # equal for calls that one graph serves, with parameters of the same names
+    tensors: Sequence[Tensor]
+    factors: Callable[[Sequence[Tensor]], Mapping[str, Factor]]  # raises where something is not known
+
+
+def whole(
+    site: Site,
+    cotangents: Sequence[Tensor | None],
+    layouts: Layouts,
+    name_of: Callable[[int], str],
+    common: Hashable,
+) -> Whole | None:
+    """The factors of parameters by output of a node; None if the region was not compiled by Inductor.
+
+    ``common`` stands for what the plan relies on: it is equal only where the same region has saved tensors of the same
+    kinds (`kinds_given`), and where the same parameters are asked for.
+    """
+    function = function_of(site.node)  # type: ignore[arg-type]
+    region = _REGIONS.get(function)
+    if region is None or not region.inductor:
+        return None
+    arguments = arguments_of(site.node, cotangents)
+
+    def factors(tensors: Sequence[Tensor]) -> Mapping[str, Factor]:
+        reading = _reading(site, arguments, layouts)
+        names = {k: name_of(k) for k, _ in site.outputs}
+        wanted = {reading.outputs[k]: name for k, name in names.items()}
+        built = reading.program.built(tensors, wanted)
+        for k in names:
+            factor = built[reading.outputs[k]]
+            if factor.shape != site.target(k) or factor.dtype != site.metadata(k).dtype:
+                raise Unreadable("a gradient of another shape or dtype than its parameter")
+        return {name: built[n] for n, name in wanted.items()}
+
+    key = common, tuple(map(kind_of, cotangents)), tuple(map(_layout_key, layouts))
+    return Whole(function, key, [a for a in arguments if isinstance(a, Tensor)], factors)
+
+
 class _Reading(NamedTuple):
     program: Program
     arguments: Sequence[Any]
@@ -122,7 +173,11 @@ def _read(site: Site, cotangents: Sequence[Tensor | None], layouts: Layouts) -> 
     function = function_of(site.node)  # type: ignore[arg-type]
     if function not in _REGIONS:
         _REGIONS[function] = _Region(backward_of(site.node))
-    arguments = arguments_of(site.node, cotangents)
+    return _reading(site, arguments_of(site.node, cotangents), layouts)
+
+
+def _reading(site: Site, arguments: Sequence[Any], layouts: Layouts) -> _Reading:
+    function = function_of(site.node)  # type: ignore[arg-type]
     program = _REGIONS[function].program(arguments, layouts)
     wants = site.node.needs_input_grad  # type: ignore[attr-defined]
     edges = [k for k, (child, _) in enumerate(site.node.next_functions) if child is not None]
@@ -134,8 +189,7 @@ def _read(site: Site, cotangents: Sequence[Tensor | None], layouts: Layouts) -> 
 
 def _key(arguments: Sequence[Any], layouts: Layouts) -> Hashable:
     """What a program depends on: shapes, strides and dtypes, numbers, and where samples lie."""
-    given = [(tuple(a.shape), a.stride(), a.dtype, a.device) if isinstance(a, Tensor) else a for a in arguments]
-    return tuple(given), tuple(_layout_key(layout) for layout in layouts)
+    return tuple(map(kind_of, arguments)), tuple(map(_layout_key, layouts))
 
 
 def _layout_key(layout: Layout | None) -> Hashable:

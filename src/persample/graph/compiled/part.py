@@ -45,6 +45,15 @@ class Part:
             found.update(zip(outputs, split(make(own), len(outputs)), strict=True))
         return found
 
+    def built(self, tensors: Sequence[Tensor]) -> Mapping[int, Factor]:
+        """The factors of all outputs as rules make them, for a graph that goes on from them.
+
+        Raises:
+            NoFactor: a rule has found nothing.
+        """
+        computed = self._computed(tensors)
+        return {k: state.build(computed) for k, state in self._states.items()}
+
     def _compile(self, tensors: Sequence[Tensor]) -> None:
         """All from arguments to the tensors of factors as one compiled function, if the compiler can do that."""
         before = self._makes, self._refused
@@ -56,10 +65,7 @@ class Part:
 
     def _tensors(self, *tensors: Tensor) -> list[Tensor]:
         """The tensors of all factors, in the order in which they are put together again."""
-        values = dict(zip(self._inputs, tensors, strict=True))
-        if self._wanted:
-            values.update(zip(self._wanted, self._graph(*tensors), strict=True))
-        computed, alike = Computed(values), dict[Hashable, dict[int, Form]]()
+        computed, alike = self._computed(tensors), dict[Hashable, dict[int, Form]]()
         self._refused = {}
         for k, state in self._states.items():
             try:
@@ -75,6 +81,12 @@ class Part:
         made = [(list(forms), _joined(list(forms.values()))) for forms in alike.values()]
         self._makes = [(outputs, len(form.tensors), form.make) for outputs, form in made]
         return [t for _, form in made for t in form.tensors]
+
+    def _computed(self, tensors: Sequence[Tensor]) -> Computed:
+        values: dict[fx.Node, Tensor] = dict(zip(self._inputs, tensors, strict=True))
+        if self._wanted:
+            values.update(zip(self._wanted, self._graph(*tensors), strict=True))
+        return Computed(values)
 
 
 def _joined(forms: Sequence[Form]) -> Form:

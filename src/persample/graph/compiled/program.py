@@ -48,12 +48,19 @@ class Program:
 
     def factors(self, arguments: Sequence[Any], outputs: Iterable[int], *, apart: bool) -> Mapping[int, Factor | str]:
         """The factors of these outputs, or why there are none, in memory ``apart`` from that of the arguments."""
+        return self._part(outputs).factors([arguments[k] for k in self._tensors], apart=apart)
+
+    def built(self, tensors: Sequence[Tensor], outputs: Iterable[int]) -> Mapping[int, Factor]:
+        """The factors of these outputs from the tensors among the arguments, for a graph that goes on from them."""
+        return self._part(outputs).built(tensors)
+
+    def _part(self, outputs: Iterable[int]) -> Part:
         wanted = tuple(outputs)
         part = self._parts.get(wanted)
         if part is None:
             states = {k: state for k in wanted if isinstance(state := self.state(k), Summed)}
             part = self._parts[wanted] = Part(self._graph, self._inputs, states, self._inductor)
-        return part.factors([arguments[k] for k in self._tensors], apart=apart)
+        return part
 
 
 def _traced_again(graph: fx.GraphModule, arguments: Sequence[Any], tensors: Sequence[int]) -> fx.GraphModule:

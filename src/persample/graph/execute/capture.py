@@ -24,6 +24,7 @@ from ...factors import Dense, Factor, Masked, Part, combine, split
 from ...kernels.certificates import is_traced
 from ...kernels.streams import Streams
 from ...numberless import NoNumbers
+from ..compiled.entry import Whole, whole
 from ..layout import Block, Layout, labels
 from ..ops.custom import taught
 from ..ops.use import Use
@@ -44,6 +45,8 @@ from .watch import Births, Gathering, changed_in_place
 
 # Called with the factor of one parameter, or of several: their samples are one parameter's after another's.
 Sink = Callable[[Sequence[str], Factor], None]
+# Called with all factors of a call as a function of tensors; if it returns True, the sink is given none.
+AtOnce = Callable[[Whole], bool]
 
 
 class Capture:
@@ -56,11 +59,14 @@ class Capture:
         params: Mapping[str, Tensor],
         sink: Sink,
         ordinary: Sequence[NodeSlot] = (),
+        at_once: AtOnce | None = None,
     ) -> None:
+        self.at_once = at_once
         self.plan, self.tape, self.samples, self.roots = plan, plan.tape, plan.samples, roots
         self.sink = sink
         self.ordinary = ordinary  # where ordinary gradients are wanted
         self.gradients: tuple[Tensor | None, ...] = (None,) * len(ordinary)  # and those gradients
+        self.count = len(params)
         self.names: dict[int, list[str]] = {}  # of a parameter, by the id of its tensor
         for name, p in params.items():
             self.names.setdefault(id(p), []).append(name)
@@ -140,6 +146,8 @@ class Capture:
         site, factors, instead = self.samples.sites[number], dict[int, Factor](), None
         if any(g is not None for g in cotangents):
             known = [None if g is None else layout for g, layout in zip(cotangents, layouts, strict=True)]
+            if self._is_taken_at_once(site, use, cotangents, known):
+                return None
             self._read_ahead(site)
             factors = self._factors(site, use.outputs, cotangents, known, self.samples.batch)
             if site.op.instead is not None:
@@ -148,6 +156,28 @@ class Capture:
         for outputs, factor in self._regrouped(site, {k: factors.get(k) for k in use.outputs}):
             self._add([site.edges[k] for k in outputs], factor)
         return instead
+
+    def _is_taken_at_once(
+        self, site: Site, use: Bundle, cotangents: Sequence[Tensor | None], layouts: Sequence[Layout | None]
+    ) -> bool:
+        """Has somebody taken all factors of the call at once, where one compiled region makes them?"""
+        if self.at_once is None or self.ordinary or self.count != len(use.outputs):
+            return False
+        common = self.plan.common
+        if common.one_region is None:
+            common.one_region = self._is_one_region(site, use)
+        if not common.one_region:
+            return False
+        offered = whole(site, cotangents, layouts, lambda k: self._names(site.edges[k][0])[0], common)  # type: ignore[index]
+        return offered is not None and self.at_once(offered)
+
+    def _is_one_region(self, site: Site, use: Bundle) -> bool:
+        """Does one compiled region, at which the engine stops, make all that comes to every parameter?"""
+        if len(self.plan.uses) != 1 or use.passed or not is_compiled(site.node) or saved.in_checkpoint(site.node):
+            return False
+        leaves = [site.edges[k][0] for k in use.outputs]  # type: ignore[index]
+        shared = all(self.samples.flows[site.index, k] is Flow.SHARED for k in use.outputs)
+        return shared and all(self.tape.is_leaf(leaf) and self.plan.waiting[leaf] == 1 for leaf in leaves)
 
     def _regrouped(self, site: Site, factors: dict[int, Factor | None]) -> list[tuple[list[int], Factor | None]]:
         """What comes to shared tensors: parts of one factor as one, if each is all that comes to a parameter."""

@@ -18,6 +18,13 @@ from .bundles import Bundle
 from .watch import Source
 
 
+@dataclass(eq=False, slots=True)
+class Common:
+    """What all calls have in common that one plan serves: the same regions, shapes, strides and dtypes."""
+
+    one_region: bool | None = None  # does one compiled region make the factors of all parameters? None: not asked yet
+
+
 @dataclass(slots=True)
 class CapturePlan:
     """All in numbers of nodes, so that it serves every graph of the same form."""
@@ -29,6 +36,7 @@ class CapturePlan:
     sources: list[Source] = field(default_factory=list)  # the outputs of nodes that these come from
     waiting: dict[int, int] = field(default_factory=dict)  # contributions that come to a shared tensor, by its node
     activations: int = 0  # about how many numbers the forward pass has kept
+    common: Common = field(default_factory=Common)
 
     def on(self, graph: Graph) -> CapturePlan:
         """This plan, for another graph of the same form."""

@@ -6,7 +6,7 @@ The names used here are private to PyTorch. They hold for torch 2.13 to 2.15; ``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -156,6 +156,20 @@ def arguments_of(node: Any, cotangents: Sequence[Tensor | None]) -> list[Any]:
     return list(arguments)
 
 
+def kinds_given(node: Any) -> Hashable:
+    """What there is to know, without its numbers, of what the backward of a compiled node is given and asked for."""
+    saved = (*node.saved_tensors, *node._tensors_no_vc_check)
+    metas = [(m.dtype, m.device) for m in metadata(node)]
+    return tuple(map(kind_of, saved)), tuple(node.symints), tuple(metas), tuple(node.needs_input_grad)
+
+
+def kind_of(argument: Any) -> Hashable:
+    """What code for a tensor depends on; anything else stands for itself."""
+    if not isinstance(argument, Tensor):
+        return argument  # type: ignore[no-any-return]
+    return argument.shape, argument.stride(), argument.dtype, argument.device
+
+
 def simpler_ops(known: Collection[str]) -> dict[Any, Callable[..., Any]]:
     """How ops are written with fewer kinds of them, by op; not those whose names are ``known``."""
     from torch._decomp import core_aten_decompositions
@@ -169,7 +183,8 @@ def as_written(tensors: Sequence[Tensor]) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         for kind in {t.device.type for t in tensors} | {"cpu"}:
-            stack.enter_context(torch.autocast(kind, enabled=False))
+            if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
         yield
 
 
@@ -208,10 +223,15 @@ def refuse_effects(graph: fx.GraphModule) -> None:
             raise Unreadable(f"{target}, which draws random numbers")
 
 
+# That arguments are as they were is known before; and results are kept beyond the next call.
+_INDUCTOR = {"size_asserts": False, "triton.cudagraphs": False}
+
+
 def compiled_by_inductor(graph: fx.GraphModule, example: Sequence[Any]) -> Callable[..., Sequence[Tensor]]:
     """A graph without gradients, compiled for arguments of these shapes and strides."""
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 
-    with as_written(example):
+    with as_written(example), config.patch(_INDUCTOR):
         run: Any = compile_fx(graph, list(example))
     return run  # type: ignore[no-any-return]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from weakref import ref
 
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -11,10 +12,11 @@ from torch.autograd.graph import Node
 from ..._errors import UnsupportedError
 from ..layout import Shape
 from ..ops.table import Op, lookup
+from .compiled import is_compiled
 from .nodes import NodeSlot, is_leaf, is_opaque, leaf_of, op_name
 from .reentrant import REENTRANT
 from .regions import Regions
-from .saved import is_custom, metadata
+from .saved import function_of, is_custom, metadata
 from .traverse import leading_to, ordered
 
 Slot = tuple[int, int]  # the number of a node, and which of its cotangents: the gradient of the forward op's output
@@ -160,12 +162,12 @@ def _form(graph: Graph) -> Hashable:
     for number, (node, edges) in enumerate(zip(graph.nodes, graph.edges, strict=True)):
         kind = type(node)
         reading = _READINGS.get(kind) or _reading(node, kind)
-        form += (kind, edges)
+        form += (kind if reading is not _COMPILED else ref(function_of(node)), edges)  # type: ignore[arg-type]
         if reading is _LEAF:
             graph.leaves[number] = leaf_of(node)
         elif reading is _OPAQUE:
             comparable = False
-        elif comparable and (reading is _OP or None in edges):
+        elif comparable and (reading is not _FOLLOWS or None in edges):
             metas = metadata(node)
             comparable = not any(m.is_nested_tensor for m in metas)  # which have no shape; planning says so
             if comparable:
@@ -174,7 +176,7 @@ def _form(graph: Graph) -> Hashable:
     return tuple(form) if comparable else None
 
 
-_OP, _LEAF, _OPAQUE, _FOLLOWS = "op", "leaf", "opaque", "follows"
+_OP, _LEAF, _OPAQUE, _COMPILED, _FOLLOWS = "op", "leaf", "opaque", "compiled", "follows"
 _READINGS: dict[type, str] = {}  # what there is to know of nodes of a kind
 
 
@@ -185,6 +187,6 @@ def _reading(node: Node, kind: type) -> str:
                 "the graph holds a reentrant checkpoint (use_reentrant=True) at a place where the ops inside it cannot "
                 "be seen: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
-        return _OPAQUE
+        return _COMPILED if is_compiled(node) else _OPAQUE  # of which the reader says more (graph/compiled)
     reading = _LEAF if is_leaf(node) else _FOLLOWS if lookup(node).shape_follows else _OP
     return _READINGS.setdefault(kind, reading)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.norms import wide
-from ..reductions.clipping import ClippedDict, ClippedTuple, Clipping
-from .refusal import NotCompiled
+from ..refusal import NotCompiled
+from .clipping import ClippedDict, ClippedTuple, Clipping
 
 Parts = Iterator[Tensor]
 Rebuild = Callable[[Parts], Any]
