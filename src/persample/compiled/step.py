@@ -24,7 +24,8 @@ from .compilers import captured, check_backend, could_not_capture, too_many_capt
 from .facts import Facts, changes, facts_of
 from .refusal import NotCompiled
 from .region import Call, Region, State
-from .trace import Problem, check_compilable, kinds_of
+from .trace import Problem, check_compilable, computed_before
+from .watched import Watched, kinds_of
 
 
 def compile(
@@ -107,19 +108,21 @@ class Asked:
     def problem(self, call: Call, losses: Any) -> Problem:
         """What is to be traced of a call that has run."""
         region = _only_region(call)
-        params = named(self.params)
-        sharded = [name for name, p in params.items() if is_sharded(p)]
+        watched = Watched(self.params)
+        sharded = [name for name, p in watched.named.items() if is_sharded(p)]
         if sharded:
             raise NotCompiled(f"parameters {sharded} are sharded")
         found = [i for i, output in enumerate(call.outputs) if output is losses]
         if not found:
             raise NotCompiled("losses_fn returns something else than what its captured graph computes")
-        names = {id(p): name for name, p in reversed(params.items())}
+        if computed_before(call.inputs):
+            raise NotCompiled("losses_fn is given, or reads, a tensor that was computed outside of it with gradients")
+        names = {id(p): name for name, p in reversed(watched.named.items())}
         return Problem(
             region.graph,
             found[0],
             [names.get(id(t)) for t in call.inputs],
-            params,
+            watched,
             not isinstance(self.params, (nn.Module, Mapping)),
             self.reductions,
             self.max_memory,

@@ -27,6 +27,7 @@ from ..verbs import reduce
 from .answers import Rebuild, take_apart
 from .compilers import traced_graph
 from .refusal import NotCompiled
+from .watched import Watched, kinds_of
 
 _MOST_CONSTANTS = 2**26  # bytes of numbers that a graph may hold
 
@@ -38,12 +39,17 @@ class Problem:
     losses_graph: GraphModule
     losses_at: int  # among the outputs of that graph
     names: Sequence[str | None]  # of the parameters among its inputs
-    params: Mapping[str, Tensor]  # all that were asked for, reached or not
+    watched: Watched  # the parameters
     as_sequence: bool  # whether results come as tuples
     reductions: Sequence[Reduction]
     max_memory: int | None
     independent: bool
-    kinds: Sequence[Any]  # of the tensors that reductions are made with
+    kinds: Sequence[Any]  # what the reductions are, but for numbers in their tensors
+
+    @property
+    def params(self) -> Mapping[str, Tensor]:
+        """All that were asked for, reached or not."""
+        return self.watched.named
 
     @cached_property
     def unreached(self) -> dict[str, Tensor]:
@@ -66,17 +72,24 @@ class Problem:
         return [(i, self.params[name]) for i, name in enumerate(self.names) if name is not None]
 
     def is_of(self, inputs: Sequence[Any]) -> bool:
-        """Are the parameters still these, and reductions made with tensors like those of then?
+        """Are the parameters still these, the reductions like those of then, and all inputs without a past?
 
         Dynamo watches over all that the losses depend on, but not over that.
         """
-        return all(inputs[i] is p for i, p in self.reached) and kinds_of(self.reductions) == self.kinds
+        return (
+            all(inputs[i] is p for i, p in self.reached)
+            and not computed_before(inputs)
+            and self.watched.are_the_same()
+            and kinds_of(self.reductions) == self.kinds
+        )
 
     def is_like(self, other: Problem) -> bool:
         """Is the graph of one that of the other, whatever the parameters are?"""
-        return (self.losses_graph, self.losses_at, list(self.names), self.kinds) == (
+        shapes, theirs = ([(n, p.shape, p.dtype, p.device) for n, p in q.params.items()] for q in (self, other))
+        return shapes == theirs and (self.losses_graph, self.losses_at, list(self.names), self.kinds) == (
             other.losses_graph, other.losses_at, list(other.names), other.kinds
         )  # fmt: skip
+
 
 
 @dataclass(frozen=True)
@@ -124,7 +137,7 @@ def _run(
         if isinstance(t, Tensor):
             given[0] = given[0].detach().requires_grad_(t.requires_grad)
             if name is not None:
-                params[name] = given[0]
+                given[0] = params.setdefault(name, given[0])  # Dynamo may give one parameter in several places
             arguments.append(given.pop(0))
         else:
             arguments.append(t)
@@ -149,9 +162,9 @@ def tensors_of(reductions: Sequence[Reduction]) -> list[Tensor]:
     return [t.detach() for r in reductions for t in leaves(_settings(r)) if isinstance(t, Tensor)]
 
 
-def kinds_of(reductions: Sequence[Reduction]) -> list[Any]:
-    """What a graph depends on of `tensors_of`."""
-    return [(t.shape, t.stride(), t.dtype, t.device) for t in tensors_of(reductions)]
+def computed_before(inputs: Sequence[Any]) -> bool:
+    """Is an input the result of other computations, through which gradients flow?"""
+    return any(isinstance(t, Tensor) and t.grad_fn is not None for t in inputs)
 
 
 def with_tensors(
