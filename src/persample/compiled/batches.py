@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import isclose
 from operator import add, mul, truediv
+from sys import maxsize
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from .compilers import Dims, dims_of, losses_length, open_sizes
+from .compilers import Dims, dims_of, is_linear, losses_length, open_sizes
 from .refusal import NotCompiled
 
 
@@ -30,6 +31,7 @@ class OpenBatch:
     size: str  # its name
     values: dict[str, int]  # of all open sizes
     place: tuple[int, int]  # an input and a dim of it that has this size
+    is_linear: bool  # whether all that the graph computes of this size grows linearly with it
 
     @classmethod
     def of(cls, graph: GraphModule, losses_at: int, inputs: Sequence[Any]) -> OpenBatch | None:
@@ -41,7 +43,9 @@ class OpenBatch:
         values = open_sizes(dims, inputs)
         tensors = [(i, known) for i, known in enumerate(dims) if known is not None and not known.is_size]
         places = [(i, d) for i, known in tensors for d, n in enumerate(known.shape) if n.name == length]
-        return cls(dims, length, values, places[0]) if places and length in values else None
+        if not places or length not in values:
+            return None
+        return cls(dims, length, values, places[0], is_linear(graph, length, values))
 
     @property
     def now(self) -> int:
@@ -81,6 +85,8 @@ def common_graph(graphs: Sequence[GraphModule], sizes: Sequence[int], at: int, d
             raise NotCompiled("the way that is taken depends on the batch size")
         if first.op == "get_attr" and not _same_constants(graphs, first.target):
             raise NotCompiled("a table of which sample is where depends on the batch size")
+        if _cuts_at_a_number(alike):
+            raise NotCompiled("samples are taken a fixed number at a time")
         args, kwargs = merger.merge([n.args for n in alike]), merger.merge([n.kwargs for n in alike])
         copies[first] = merged.create_node(first.op, first.target, args, kwargs, first.name)
         merger.indices.update(dict.fromkeys(alike, position))
@@ -98,6 +104,24 @@ def _same_constants(graphs: Sequence[GraphModule], target: Any) -> bool:
     if not isinstance(first, Tensor):
         return False
     return all(isinstance(t, Tensor) and t.shape == first.shape and torch.equal(t, first) for t in rest)
+
+
+def _cuts_at_a_number(alike: Sequence[Node]) -> bool:
+    """Is a dim that grows with the batch cut at a place, the same for all sizes, where a larger one would go on?"""
+    target = alike[0].target
+    if alike[0].op != "call_function" or not _CUTS.get(target, ""):
+        return False
+    given = [dict(zip([a.name for a in target._schema.arguments], n.args, strict=False)) | dict(n.kwargs) for n in alike]  # type: ignore[union-attr]
+    sizes = [g["self"].meta["val"].shape[g.get("dim", 0)] for g in given]
+    ends = [g.get(_CUTS[target]) for g in given]
+    return len(set(sizes)) > 1 and isinstance(ends[0], int) and len(set(ends)) == 1 and min(sizes) <= ends[0] < maxsize
+
+
+_CUTS: dict[Any, str] = {
+    torch.ops.aten.slice.Tensor: "end",
+    torch.ops.aten.split.Tensor: "split_size",
+    torch.ops.aten.unsafe_split.Tensor: "split_size",
+}
 
 
 class _Merger:

@@ -53,6 +53,7 @@ class Build:
     seconds: float  # that tracing and compiling took
     opened: Opened | None = None  # if it is for more than one batch size
     closed: str | None = None  # why it is for one alone, though the losses' graph is not
+    is_checked: bool = False  # whether it has given the eager engine's answer to inputs of a size
 
     def answer(self, inputs: Sequence[Any]) -> Answer:
         """Run the step."""
@@ -107,8 +108,13 @@ def _for_all_sizes(
     problem: Problem, traced: Traced, batch: OpenBatch, inputs: Sequence[Any], backend: Backend
 ) -> tuple[Runnable, Opened]:
     """Compile one graph for all batch sizes."""
+    if not batch.is_linear:
+        raise NotCompiled("losses_fn computes something of the batch size that does not grow linearly with it")
     sizes = [batch.now, *batch.others()]
-    graphs = [traced.graph, *[trace(problem, batch.inputs_at(size, inputs)).graph for size in sizes[1:]]]
+    each = [traced, *[trace(problem, batch.inputs_at(size, inputs)) for size in sizes[1:]]]
+    if any(other.plain != traced.plain for other in each):
+        raise NotCompiled("a result has a number that depends on the batch size")
+    graphs = [one.graph for one in each]
     (at, dim), places = batch.place, problem.tensors_at
     graph = common_graph(graphs, sizes, places.index(at), dim)
     given = OpenInputs(problem.tensors(inputs), lambda i, d: i < len(places) and batch.is_open(places[i], d))

@@ -59,6 +59,14 @@ def without_checkpoints(graph: GraphModule) -> GraphModule:
     return graph
 
 
+def draws_in_python(graph: GraphModule) -> bool:
+    """Is an input of a captured graph a number that Dynamo draws from Python's ``random``?"""
+    from torch._dynamo.source import RandomValueSource
+
+    given = [node.meta.get("grapharg") for node in graph.graph.nodes if node.op == "placeholder"]
+    return any(isinstance(getattr(arg, "source", None), RandomValueSource) for arg in given)
+
+
 def could_not_capture(error: Exception) -> bool:
     """Was this raised by Dynamo, about what it cannot capture or has captured too often?"""
     from torch._dynamo.exc import TorchDynamoException
@@ -202,6 +210,45 @@ def losses_length(graph: GraphModule, at: int) -> str | None:
     (output,) = (node for node in graph.graph.nodes if node.op == "output")
     value = output.args[0][at].meta.get("example_value")
     return Size.of(value.shape[0]).name if isinstance(value, Tensor) and value.ndim == 1 else None
+
+
+def is_linear(graph: GraphModule, name: str, values: Mapping[str, int]) -> bool:
+    """Do all sizes in a graph grow linearly with the open size of this name, and no number in another way than 1 / size?
+
+    Where they do not, as for ``len(x) // 2``, a few sizes say nothing of others.
+    """
+    nodes = [node for inner in graph.modules() if isinstance(inner, GraphModule) for node in inner.graph.nodes]
+    others = {key: value for key, value in values.items() if key != name}
+    return all(_is_linear(n, name, others) for node in nodes for n in _numbers(node.meta.get("example_value")))
+
+
+def _numbers(value: Any) -> list[Any]:
+    """All that depends on open sizes in what Dynamo knows of a node."""
+    if isinstance(value, Tensor):
+        value = tuple(value.shape)
+    if isinstance(value, (tuple, list)):
+        return [n for item in value for n in _numbers(item)]
+    return [value] if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else []
+
+
+def _is_linear(number: Any, name: str, others: Mapping[str, int]) -> bool:
+    from sympy import Poly, preorder_traversal
+
+    expression = number.node.expr
+    expression = expression.subs({s: others[str(s)] for s in expression.free_symbols if str(s) in others})
+    if not expression.free_symbols:
+        return True
+    if isinstance(number, torch.SymFloat):
+        return {type(part).__name__ for part in preorder_traversal(expression)} <= _SMOOTH
+    if isinstance(number, torch.SymBool) or {str(s) for s in expression.free_symbols} != {name}:
+        return False
+    return bool(expression.is_polynomial()) and Poly(expression).degree() == 1
+
+
+_SMOOTH = {
+    "Symbol", "Integer", "One", "NegativeOne", "Zero", "Float", "Rational", "Half",
+    "Add", "Mul", "Pow", "ToFloat", "IntTrueDiv", "FloatTrueDiv",
+}  # fmt: skip
 
 
 class OpenInputs:

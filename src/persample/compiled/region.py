@@ -18,6 +18,10 @@ from .trace import Problem
 _under_way: ContextVar[Call | None] = ContextVar("compiled call", default=None)
 
 
+class Doubted(Exception):
+    """Raised by a region whose answer is not to be used, before the losses' function has done anything outside."""
+
+
 @dataclass(slots=True)
 class Call:
     """One call of a compiled step: the losses' function runs, and its region leaves here what it has done."""
@@ -36,6 +40,11 @@ class Call:
         finally:
             _under_way.reset(token)
 
+    def undo(self) -> None:
+        """Bring back what the region has changed, and random generators."""
+        if self.before is not None:
+            self.before.restore()
+
 
 class Region:
     """Called by the code that Dynamo makes of the losses' function, in place of the ops that it has captured."""
@@ -43,7 +52,7 @@ class Region:
     def __init__(self, graph: GraphModule) -> None:
         self.graph = graph
         self.builds: dict[tuple[Any, ...], Build] = {}  # by the sizes that are not fixed in the graph
-        self.changed: list[int] = []  # inputs that the losses' function changes in place
+        self.changed: list[int] = []  # tensors among the inputs that the losses' function changes in place
         self.draws = True  # random numbers
 
     def serving(self, problem: Problem, inputs: Sequence[Any]) -> Build | None:
@@ -65,13 +74,16 @@ class Region:
         call.regions.append(self)
         call.inputs = inputs
         build = self.builds.get(self.sizes(inputs)) if len(call.regions) == 1 else None
-        if build is None or not build.problem.is_of(inputs):
-            call.before = State.of([t for t in inputs if isinstance(t, Tensor)])
+        if build is None or not build.is_checked or not build.problem.is_of(inputs):
+            call.before = State.of(_tensors(inputs))
             call.outputs = self._plainly(inputs)
             self.changed = call.before.changed()
             return call.outputs
-        call.before = State.of([inputs[i] for i in self.changed], draws=self.draws)
+        tensors = _tensors(inputs) if self.changed else []
+        call.before = State.of([tensors[i] for i in self.changed], draws=self.draws)
         call.answer = build.answer(inputs)
+        if call.answer.doubt is not None:
+            raise Doubted
         return call.answer.outputs
 
     def _plainly(self, inputs: Sequence[Any]) -> Sequence[Any]:
@@ -108,6 +120,10 @@ class State:
             torch.set_rng_state(self.generators[0])
             for device, state in enumerate(self.generators[1:]):
                 torch.cuda.set_rng_state(state, device)
+
+
+def _tensors(inputs: Sequence[Any]) -> list[Tensor]:
+    return [t for t in inputs if isinstance(t, Tensor)]
 
 
 def _generators() -> list[Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,10 +20,10 @@ from ..trees import leaves, tree_map
 from ..verbs import reduce
 from .answers import differing
 from .build import Backend, Build, build
-from .compilers import captured, check_backend, could_not_capture, too_many_captures, without_checkpoints
+from .compilers import captured, check_backend, could_not_capture, draws_in_python, too_many_captures, without_checkpoints
 from .facts import Facts, changes, facts_of
 from .refusal import NotCompiled
-from .region import Call, Region, State
+from .region import Call, Doubted, Region, State
 from .trace import Problem, check_compilable, computed_before
 from .watched import Watched, kinds_of
 
@@ -151,11 +151,18 @@ class CompiledStep:
         self.refused: str | None = None
         self.doubts = 0
         self._asked, self._backend, self._max_builds, self._verbose = asked, backend, max_builds, verbose
+        self._dynamic = dynamic
         self._facts: Facts | None = None  # of the last build
         self._full = False  # whether it was said that there are no more builds
         self._captured = captured(asked.losses_fn, self._enter, dynamic=dynamic, limit=max_builds)
 
+    def __reduce__(self) -> Any:
+        """A copy is of the losses' function that was copied with it, and has built nothing."""
+        return type(self), (self._asked, self._backend, self._dynamic, self._max_builds, self._verbose)
+
     def _enter(self, graph: Any, _: Sequence[Any]) -> Region:
+        if draws_in_python(graph):
+            raise NotCompiled("it draws numbers from Python's random, once for each engine; draw from torch")
         return Region(without_checkpoints(graph))
 
     def __repr__(self) -> str:
@@ -172,20 +179,19 @@ class CompiledStep:
             call = Call()
             try:
                 losses = call.run(self._captured, args, kwargs)
+            except Doubted:
+                return self._again(call, args, kwargs)
             except Exception as error:
                 return self._after_failure(error, call, args, kwargs)
             if call.answer is None:
                 return self._first(call, losses, args, kwargs)
-            if call.answer.doubt is None:
-                return call.answer.results
-            return self._again(call, args, kwargs)
+            return call.answer.results
 
     def _after_failure(
         self, error: Exception, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Any, ...]:
         """An error of Dynamo's, of the compiled code or of the user's: the eager engine answers, or raises it."""
-        if call.before is not None:
-            call.before.restore()
+        call.undo()
         answer = self._asked.eagerly(args, kwargs)
         if too_many_captures(error):
             self._say_full()
@@ -196,9 +202,8 @@ class CompiledStep:
 
     def _again(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         """The numbers of this call are extreme: the eager engine knows what to do, or to say."""
-        assert call.before is not None
         assert call.answer is not None
-        call.before.restore()
+        call.undo()
         self.doubts += 1
         if self.doubts == 1:
             self._say(f"the eager engine answers a call: {call.answer.doubt}")
@@ -206,8 +211,7 @@ class CompiledStep:
 
     def _first(self, call: Call, losses: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         """The eager engine answers; and a build is made for the next call, if it gives the same answer."""
-        if call.before is not None:
-            call.before.restore()
+        call.undo()
         want = self._asked.eagerly(args, kwargs)  # first: it may have something to say of the arguments
         after = None if call.before is None else State.of(call.before.tensors)
         try:
@@ -225,8 +229,7 @@ class CompiledStep:
         made = region.serving(problem, call.inputs) or self._make(problem, call.inputs, facts, len(losses))
         if made is None:
             return
-        _check(made, call, want)
-        region.builds[region.sizes(call.inputs)] = made
+        region.builds[region.sizes(call.inputs)] = replace(made, is_checked=_check(made, call, want))
         region.draws = made.draws
 
     def _make(self, problem: Problem, inputs: Sequence[Any], facts: Facts, samples: int) -> Build | None:
@@ -262,13 +265,14 @@ class CompiledStep:
             print(f"persample: {message}", file=sys.stderr, flush=True)
 
 
-def _check(made: Build, call: Call, want: tuple[Any, ...]) -> None:
-    """Refuse a build whose first answer is not that of the eager engine."""
+def _check(made: Build, call: Call, want: tuple[Any, ...]) -> bool:
+    """Refuse a build whose first answer is not that of the eager engine; False if the numbers left none to compare."""
     assert call.before is not None
     call.before.restore()
     got = made.answer(call.inputs)
     if got.doubt is None and (where := differing(got.results, want, made.narrowest)) is not None:
         raise NotCompiled(f"the compiled step gives another answer than the eager engine: {where}")
+    return got.doubt is None
 
 
 def _outside_of_inference(tree: Any) -> Any:
@@ -279,5 +283,8 @@ def _outside_of_inference(tree: Any) -> Any:
 
 
 def _first_line(error: Exception) -> str:
+    inner = getattr(error, "inner_exception", None)
+    if isinstance(inner, NotCompiled):
+        return str(inner)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -24,7 +24,7 @@ from ..reductions.groups import by_names
 from ..reductions.sums import Stack
 from ..trees import leaves, tree_map
 from ..verbs import reduce
-from .answers import Rebuild, take_apart
+from .answers import Rebuild, plain_parts, take_apart
 from .compilers import traced_graph
 from .refusal import NotCompiled
 from .watched import Watched, kinds_of
@@ -100,6 +100,7 @@ class Traced:
     outputs: int  # how many of the first tensors are outputs of the losses' graph
     rebuild: Rebuild  # the results, of the tensors after these
     doubts: Sequence[str]  # what the last tensor says, one by one
+    plain: Sequence[Any]  # what there is in results beside tensors
 
 
 def trace(problem: Problem, inputs: Sequence[Any]) -> Traced:
@@ -109,6 +110,7 @@ def trace(problem: Problem, inputs: Sequence[Any]) -> Traced:
     def step(*given: Tensor) -> list[Tensor]:
         outputs, results, certificates = _run(problem, inputs, list(given))
         tensors, found["rebuild"] = take_apart(results)
+        found["plain"] = plain_parts(results)
         found["outputs"], found["doubts"] = len(outputs), [c.doubt for c in certificates]
         holds = [torch.stack([c.holds.all() for c in certificates])] if certificates else []
         return [t.detach() for t in (*outputs, *tensors, *holds)]
@@ -124,7 +126,7 @@ def trace(problem: Problem, inputs: Sequence[Any]) -> Traced:
     finally:
         torch.clear_autocast_cache()
     _refuse_large_constants(graph)
-    return Traced(graph, found["outputs"], found["rebuild"], found["doubts"])
+    return Traced(graph, found["outputs"], found["rebuild"], found["doubts"], found["plain"])
 
 
 def _run(
