@@ -6,6 +6,7 @@ import copy
 import pickle
 import random
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +19,6 @@ import persample as ps
 from persample.compiled.answers import differing, plain_parts
 
 NUMBER = 2.0
-SEEN: list[int] = []
 
 
 @pytest.fixture(autouse=True)
@@ -278,20 +278,42 @@ def test_changed_buffers_are_brought_back_at_all_batch_sizes(backend: str) -> No
     assert (step.doubts, float(model.seen), step.refused) == (1, 5.0, None)
 
 
-def test_what_the_losses_do_outside_is_done_once_where_the_numbers_are_extreme() -> None:
-    model = Net()
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_what_the_losses_do_outside_is_done_once(backend: str) -> None:
+    """Whoever answers: the first call of a build, one with extreme numbers, or the compiled code."""
+    model, state = Net(), {"mean": torch.zeros(4), "calls": torch.zeros(())}
 
     def losses(x: Tensor) -> Tensor:
-        SEEN[0] = len(SEEN) + SEEN.count(0) * 0
-        SEEN.append(0)
-        SEEN.pop(1)
-        return model(x).square().sum(1)
+        state["mean"] = 0.5 * state["mean"] + x.detach()[0]
+        state["calls"] = state["calls"] + 1
+        return model(x * state["mean"]).square().sum(1)
 
-    SEEN[:] = [1]
-    step = ps.compile(losses, model, ps.ClippedSum(1.0, nonfinite="drop"), backend="eager", verbose=False)
-    for number in (1.0, 1.0, torch.inf):
-        step(x() * number)
-    assert SEEN == [1]
+    reductions = ps.Norms(), ps.ClippedSum(1.0, nonfinite="drop")
+    step = ps.compile(losses, model, *reductions, backend=backend, verbose=False)
+    for calls, (B, number) in enumerate([(3, 1.0), (3, 1.0), (5, 1.0), (6, 1.0), (6, torch.inf), (6, 1.0)], 1):
+        given, before = x(B), dict(state)
+        given[1] *= number
+        got, after = step(given), dict(state)
+        state.update(before)
+        assert differing(got, ps.reduce(losses(given), model, *reductions)) is None
+        assert float(after["calls"]) == calls
+        assert torch.allclose(after["mean"], state["mean"])
+    assert (step.doubts, step.refused) == (1, None)
+
+
+@pytest.mark.filterwarnings("ignore::persample.PerformanceWarning")
+def test_losses_that_cannot_be_told_from_others() -> None:
+    model, kept = Net(), {}
+
+    def losses(x: Tensor) -> Tensor:
+        out = model(x).square().sum(1)
+        kept["copy"] = out.clone()
+        return out
+
+    step = Checked(model, ps.Norms(), losses=losses)
+    step(x())
+    step(x())
+    assert "keeps a copy" in str(step.step.refused)
 
 
 def test_a_build_is_used_after_it_was_compared() -> None:
@@ -347,3 +369,23 @@ def test_numbers_drawn_in_python() -> None:
     random.seed(0)
     want = [ps.norms(model(given).square().sum(1) * random.randint(1, 100), model) for _ in range(3)]
     assert torch.allclose(torch.stack(got), torch.stack(want))
+
+
+def test_first_calls_in_several_threads() -> None:
+    """Capturing and tracing change what all threads see of PyTorch: one must wait for another."""
+    model = Net()
+
+    def losses(x: Tensor) -> Tensor:
+        out: Tensor = model(x).square().sum(1)
+        return out
+
+    step = ps.compile(losses, model, ps.Norms(), backend="aot_eager", verbose=False)
+
+    def run(B: int) -> bool:
+        given = [x(B) for _ in range(5)]
+        return all(torch.allclose(step(g)[0], ps.norms(losses(g), model), rtol=1e-4) for g in given)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(run, (5, 5, 6, 7)))
+    assert step.refused is None
+    torch.compile(lambda x: x + 1, backend="eager")(x())  # nothing is left behind

@@ -76,7 +76,7 @@ def test_the_limit_of_one_step_is_its_own() -> None:
     run = captured(losses, Backend(), dynamic=False, limit=2)
     for flag in (1, 2):
         run(torch.ones(2), flag)
-    with pytest.raises(Exception, match="fullgraph|recompile limit") as caught:
+    with pytest.raises(Exception, match=r"fullgraph|recompile limit") as caught:
         run(torch.ones(2), 3)
     assert too_many_captures(caught.value)
     run(torch.ones(2), 1)

@@ -108,13 +108,15 @@ def _same_constants(graphs: Sequence[GraphModule], target: Any) -> bool:
 
 def _cuts_at_a_number(alike: Sequence[Node]) -> bool:
     """Is a dim that grows with the batch cut at a place, the same for all sizes, where a larger one would go on?"""
-    target = alike[0].target
-    if alike[0].op != "call_function" or not _CUTS.get(target, ""):
+    target: Any = alike[0].target
+    if target not in _CUTS:
         return False
-    given = [dict(zip([a.name for a in target._schema.arguments], n.args, strict=False)) | dict(n.kwargs) for n in alike]  # type: ignore[union-attr]
+    names = [argument.name for argument in target._schema.arguments]
+    given: list[dict[str, Any]] = [{**dict(zip(names, n.args, strict=False)), **n.kwargs} for n in alike]
     sizes = [g["self"].meta["val"].shape[g.get("dim", 0)] for g in given]
-    ends = [g.get(_CUTS[target]) for g in given]
-    return len(set(sizes)) > 1 and isinstance(ends[0], int) and len(set(ends)) == 1 and min(sizes) <= ends[0] < maxsize
+    ends = {g.get(_CUTS[target]) for g in given}
+    end = ends.pop()
+    return not ends and len(set(sizes)) > 1 and isinstance(end, int) and min(sizes) <= end < maxsize
 
 
 _CUTS: dict[Any, str] = {

@@ -32,6 +32,9 @@ def captured(
         try:
             return watched(*args, **kwargs)
         except RuntimeError as error:
+            if "FX to symbolically trace" in str(error):  # which happens in another thread
+                with alone():
+                    return watched(*args, **kwargs)
             if "allow_rnn" not in str(error):
                 raise
         from torch._dynamo import config
@@ -40,6 +43,13 @@ def captured(
             return watched(*args, **kwargs)
 
     return call
+
+
+def alone() -> AbstractContextManager[object]:
+    """A context in which no other thread captures or traces: both change what all threads see of PyTorch."""
+    from torch._dynamo.convert_frame import compile_lock
+
+    return compile_lock
 
 
 def without_checkpoints(graph: GraphModule) -> GraphModule:
@@ -213,7 +223,7 @@ def losses_length(graph: GraphModule, at: int) -> str | None:
 
 
 def is_linear(graph: GraphModule, name: str, values: Mapping[str, int]) -> bool:
-    """Do all sizes in a graph grow linearly with the open size of this name, and no number in another way than 1 / size?
+    """Do all sizes in a graph grow linearly with the open size of this name, and no number in steps?
 
     Where they do not, as for ``len(x) // 2``, a few sizes say nothing of others.
     """
@@ -232,7 +242,7 @@ def _numbers(value: Any) -> list[Any]:
 
 
 def _is_linear(number: Any, name: str, others: Mapping[str, int]) -> bool:
-    from sympy import Poly, preorder_traversal
+    from sympy import Poly, preorder_traversal  # type: ignore[import-untyped]
 
     expression = number.node.expr
     expression = expression.subs({s: others[str(s)] for s in expression.free_symbols if str(s) in others})

@@ -18,8 +18,8 @@ from .trace import Problem
 _under_way: ContextVar[Call | None] = ContextVar("compiled call", default=None)
 
 
-class Doubted(Exception):
-    """Raised by a region whose answer is not to be used, before the losses' function has done anything outside."""
+class Interrupted(Exception):
+    """Raised by a region that has no answer, or a doubtful one, before the losses' function does anything outside."""
 
 
 @dataclass(slots=True)
@@ -28,9 +28,8 @@ class Call:
 
     regions: list[Region] = field(default_factory=list)
     inputs: Sequence[Any] = ()  # of the region
-    before: State | None = None  # what the region may have changed, where it matters
-    outputs: Sequence[Any] = ()  # of the region, if it was not compiled
-    answer: Answer | None = None  # if it was
+    before: State | None = None  # what the region may have changed
+    answer: Answer | None = None  # if it was compiled
 
     def run(self, fn: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Call the function that Dynamo watches over."""
@@ -70,23 +69,21 @@ class Region:
     def __call__(self, *inputs: Any) -> Sequence[Any]:
         call = _under_way.get()
         if call is None:  # Dynamo runs it for reasons of its own
-            return self._plainly(inputs)
+            return self.plainly(inputs)
         call.regions.append(self)
         call.inputs = inputs
         build = self.builds.get(self.sizes(inputs)) if len(call.regions) == 1 else None
         if build is None or not build.is_checked or not build.problem.is_of(inputs):
-            call.before = State.of(_tensors(inputs))
-            call.outputs = self._plainly(inputs)
-            self.changed = call.before.changed()
-            return call.outputs
-        tensors = _tensors(inputs) if self.changed else []
+            raise Interrupted
+        tensors = tensors_in(inputs) if self.changed else []
         call.before = State.of([tensors[i] for i in self.changed], draws=self.draws)
         call.answer = build.answer(inputs)
         if call.answer.doubt is not None:
-            raise Doubted
+            raise Interrupted
         return call.answer.outputs
 
-    def _plainly(self, inputs: Sequence[Any]) -> Sequence[Any]:
+    def plainly(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        """Run the graph as it is."""
         with torch.enable_grad():  # there may be hooks
             outputs: Sequence[Any] = self.graph(*inputs)
         return outputs
@@ -122,7 +119,8 @@ class State:
                 torch.cuda.set_rng_state(state, device)
 
 
-def _tensors(inputs: Sequence[Any]) -> list[Tensor]:
+def tensors_in(inputs: Sequence[Any]) -> list[Tensor]:
+    """The tensors among the inputs of a region; others are sizes."""
     return [t for t in inputs if isinstance(t, Tensor)]
 
 

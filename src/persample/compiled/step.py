@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from .._errors import PerformanceWarning
 from ..checks import check_reductions
@@ -20,10 +21,18 @@ from ..trees import leaves, tree_map
 from ..verbs import reduce
 from .answers import differing
 from .build import Backend, Build, build
-from .compilers import captured, check_backend, could_not_capture, draws_in_python, too_many_captures, without_checkpoints
+from .compilers import (
+    alone,
+    captured,
+    check_backend,
+    could_not_capture,
+    draws_in_python,
+    too_many_captures,
+    without_checkpoints,
+)
 from .facts import Facts, changes, facts_of
 from .refusal import NotCompiled
-from .region import Call, Doubted, Region, State
+from .region import Call, Interrupted, Region, State, tensors_in
 from .trace import Problem, check_compilable, computed_before
 from .watched import Watched, kinds_of
 
@@ -97,31 +106,27 @@ class Asked:
 
     def eagerly(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         """The answer of the eager engine."""
-        return reduce(
-            self.losses_fn(*args, **kwargs),
-            self.params,
-            *self.reductions,
-            independent=self.independent,
-            max_memory=self.max_memory,
-        )
+        return self.reduced(self.losses_fn(*args, **kwargs))
 
-    def problem(self, call: Call, losses: Any) -> Problem:
-        """What is to be traced of a call that has run."""
-        region = _only_region(call)
+    def reduced(self, losses: Tensor) -> tuple[Any, ...]:
+        """What the eager engine makes of losses."""
+        return reduce(
+            losses, self.params, *self.reductions, independent=self.independent, max_memory=self.max_memory
+        )  # fmt: skip
+
+    def problem(self, graph: GraphModule, losses_at: int, inputs: Sequence[Any]) -> Problem:
+        """What is to be traced of a captured graph."""
         watched = Watched(self.params)
         sharded = [name for name, p in watched.named.items() if is_sharded(p)]
         if sharded:
             raise NotCompiled(f"parameters {sharded} are sharded")
-        found = [i for i, output in enumerate(call.outputs) if output is losses]
-        if not found:
-            raise NotCompiled("losses_fn returns something else than what its captured graph computes")
-        if computed_before(call.inputs):
+        if computed_before(inputs):
             raise NotCompiled("losses_fn is given, or reads, a tensor that was computed outside of it with gradients")
         names = {id(p): name for name, p in reversed(watched.named.items())}
         return Problem(
-            region.graph,
-            found[0],
-            [names.get(id(t)) for t in call.inputs],
+            graph,
+            losses_at,
+            [names.get(id(t)) for t in inputs],
             watched,
             not isinstance(self.params, (nn.Module, Mapping)),
             self.reductions,
@@ -131,10 +136,18 @@ class Asked:
         )
 
 
-def _only_region(call: Call) -> Region:
-    if len(call.regions) != 1:
-        raise NotCompiled("losses_fn is not captured as one graph" if call.regions else "losses_fn computes nothing")
-    return call.regions[0]
+def _place_of(losses: Tensor, outputs: Sequence[Any]) -> int:
+    """Which of a graph's outputs the losses are; others are kept by the losses' function somewhere outside."""
+    found = {id(t): i for i, t in enumerate(outputs) if isinstance(t, Tensor) and _are_alike(t, losses)}
+    if len(found) != 1:
+        raise NotCompiled("losses_fn returns something else than what its captured graph computes, or keeps a copy")
+    (place,) = found.values()
+    return place
+
+
+def _are_alike(t: Tensor, losses: Tensor) -> bool:
+    kinds = [(each.shape, each.dtype, each.requires_grad) for each in (t, losses)]
+    return kinds[0] == kinds[1] and torch.allclose(t, losses, equal_nan=True)
 
 
 class CompiledStep:
@@ -178,13 +191,15 @@ class CompiledStep:
                 return self._asked.eagerly(args, kwargs)
             call = Call()
             try:
-                losses = call.run(self._captured, args, kwargs)
-            except Doubted:
-                return self._again(call, args, kwargs)
+                call.run(self._captured, args, kwargs)
+            except Interrupted:
+                return self._first(call, args, kwargs) if call.answer is None else self._again(call, args, kwargs)
             except Exception as error:
                 return self._after_failure(error, call, args, kwargs)
             if call.answer is None:
-                return self._first(call, losses, args, kwargs)
+                answer = self._asked.eagerly(args, kwargs)
+                self._refuse("losses_fn computes nothing that could be captured")
+                return answer
             return call.answer.results
 
     def _after_failure(
@@ -209,23 +224,31 @@ class CompiledStep:
             self._say(f"the eager engine answers a call: {call.answer.doubt}")
         return self._asked.eagerly(args, kwargs)
 
-    def _first(self, call: Call, losses: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    def _first(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         """The eager engine answers; and a build is made for the next call, if it gives the same answer."""
-        call.undo()
-        want = self._asked.eagerly(args, kwargs)  # first: it may have something to say of the arguments
-        after = None if call.before is None else State.of(call.before.tensors)
+        call.before = State.of(tensors_in(call.inputs))
+        losses = self._asked.losses_fn(*args, **kwargs)
+        want = self._asked.reduced(losses)  # which may have something to say of the arguments
+        after = State.of(call.before.tensors)
         try:
-            self._build(call, losses, want, facts_of(args, kwargs, self._asked.params))
+            with alone():
+                self._build(call, losses, want, facts_of(args, kwargs, self._asked.params))
         except NotCompiled as reason:
             self._refuse(str(reason))
+        except Exception as error:  # the eager engine has answered: whatever this is, it is about compiling
+            self._refuse(f"what was compiled failed when it ran: {_first_line(error)}")
         finally:
-            if after is not None:
-                after.restore()
+            after.restore()
         return want
 
-    def _build(self, call: Call, losses: Any, want: tuple[Any, ...], facts: Facts) -> None:
-        region = _only_region(call)
-        problem = self._asked.problem(call, losses)
+    def _build(self, call: Call, losses: Tensor, want: tuple[Any, ...], facts: Facts) -> None:
+        assert call.before is not None
+        (region,) = call.regions
+        call.undo()
+        outputs = region.plainly(call.inputs)
+        region.changed = call.before.changed()
+        problem = self._asked.problem(region.graph, _place_of(losses, outputs), call.inputs)
+        del outputs
         made = region.serving(problem, call.inputs) or self._make(problem, call.inputs, facts, len(losses))
         if made is None:
             return
@@ -267,8 +290,7 @@ class CompiledStep:
 
 def _check(made: Build, call: Call, want: tuple[Any, ...]) -> bool:
     """Refuse a build whose first answer is not that of the eager engine; False if the numbers left none to compare."""
-    assert call.before is not None
-    call.before.restore()
+    call.undo()
     got = made.answer(call.inputs)
     if got.doubt is None and (where := differing(got.results, want, made.narrowest)) is not None:
         raise NotCompiled(f"the compiled step gives another answer than the eager engine: {where}")

@@ -91,7 +91,6 @@ class Problem:
         )  # fmt: skip
 
 
-
 @dataclass(frozen=True)
 class Traced:
     """A graph from tensors to outputs of the losses' graph, tensors of results, and one bool for every doubt."""
