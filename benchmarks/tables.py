@@ -28,7 +28,9 @@ def filled(page: str, tables: dict[str, str]) -> str:
     return MARKED.sub(lambda found: f"{found['begin']}{tables[found['name']]}{found['end']}", page)
 
 
-def all_tables(peers: Report, scaling: Report, parts: Report, launches: Report, compiled: Report) -> dict[str, str]:
+def all_tables(
+    peers: Report, scaling: Report, parts: Report, launches: Report, compiled: Report
+) -> dict[str, str]:
     """Markdown by name."""
     tables = {kind: ratios(peers, kind) for kind in ("gradients", "clipped sums", "norms")}
     tables |= {size: growth(scaling, size) for size in CURVES}

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
+from itertools import chain
+from operator import attrgetter
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -32,7 +34,7 @@ class Watched:
         self._params, self.named = params, named(params)
         self._modules = list(params.modules()) if isinstance(params, nn.Module) else []
         self._is_usual = bool(self._modules) and all(map(_is_usual, self._modules))
-        self._held = [_held_by(module) for module in self._modules]
+        self._held = _held_by(self._modules)
         self._tensors = list(params.parameters()) if isinstance(params, nn.Module) else []
         self._trained = [t.requires_grad for t in self._tensors]
 
@@ -42,7 +44,7 @@ class Watched:
             now = named(self._params)
             return list(now) == list(self.named) and all(now[name] is p for name, p in self.named.items())
         return (
-            [_held_by(module) for module in self._modules] == self._held
+            _held_by(self._modules) == self._held
             and [t.requires_grad for t in self._tensors] == self._trained
             and not any(map(has_hooks, self._tensors))
         )
@@ -54,10 +56,11 @@ def _is_usual(module: nn.Module) -> bool:
     return all(getattr(type(module), way) is getattr(nn.Module, way) for way in ways)
 
 
-def _held_by(module: nn.Module) -> list[Any]:
-    """The names and identities of the parameters and modules that one holds."""
-    params, modules = module._parameters, module._modules
-    return [*params, *map(id, params.values()), *modules, *map(id, modules.values())]
+def _held_by(modules: Sequence[nn.Module]) -> tuple[list[int], list[str], list[int]]:
+    """How many parameters and modules each of these holds, the names of all, and their identities."""
+    held = [*map(attrgetter("_parameters"), modules), *map(attrgetter("_modules"), modules)]
+    identities = map(id, chain.from_iterable(map(dict.values, held)))
+    return list(map(len, held)), list(chain.from_iterable(held)), list(identities)
 
 
 def kinds_of(reductions: Sequence[Reduction]) -> list[Any]:
