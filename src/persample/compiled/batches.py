@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import isclose
 from operator import add, mul, truediv
-from sys import maxsize
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from .compilers import Dims, dims_of, is_linear, losses_length, open_sizes
+from .compilers import Dims, cuts_at_a_number, dims_of, is_linear, losses_length, open_sizes
 from .refusal import NotCompiled
 
 
@@ -85,7 +84,7 @@ def common_graph(graphs: Sequence[GraphModule], sizes: Sequence[int], at: int, d
             raise NotCompiled("the way that is taken depends on the batch size")
         if first.op == "get_attr" and not _same_constants(graphs, first.target):
             raise NotCompiled("a table of which sample is where depends on the batch size")
-        if _cuts_at_a_number(alike):
+        if cuts_at_a_number(alike):
             raise NotCompiled("samples are taken a fixed number at a time")
         args, kwargs = merger.merge([n.args for n in alike]), merger.merge([n.kwargs for n in alike])
         copies[first] = merged.create_node(first.op, first.target, args, kwargs, first.name)
@@ -104,26 +103,6 @@ def _same_constants(graphs: Sequence[GraphModule], target: Any) -> bool:
     if not isinstance(first, Tensor):
         return False
     return all(isinstance(t, Tensor) and t.shape == first.shape and torch.equal(t, first) for t in rest)
-
-
-def _cuts_at_a_number(alike: Sequence[Node]) -> bool:
-    """Is a dim that grows with the batch cut at a place, the same for all sizes, where a larger one would go on?"""
-    target: Any = alike[0].target
-    if target not in _CUTS:
-        return False
-    names = [argument.name for argument in target._schema.arguments]
-    given: list[dict[str, Any]] = [{**dict(zip(names, n.args, strict=False)), **n.kwargs} for n in alike]
-    sizes = [g["self"].meta["val"].shape[g.get("dim", 0)] for g in given]
-    ends = {g.get(_CUTS[target]) for g in given}
-    end = ends.pop()
-    return not ends and len(set(sizes)) > 1 and isinstance(end, int) and min(sizes) <= end < maxsize
-
-
-_CUTS: dict[Any, str] = {
-    torch.ops.aten.slice.Tensor: "end",
-    torch.ops.aten.split.Tensor: "split_size",
-    torch.ops.aten.unsafe_split.Tensor: "split_size",
-}
 
 
 class _Merger:

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from sys import maxsize
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 Runnable = Callable[..., Sequence[Any]]
 
@@ -259,6 +260,26 @@ _SMOOTH = {
     "Symbol", "Integer", "One", "NegativeOne", "Zero", "Float", "Rational", "Half",
     "Add", "Mul", "Pow", "ToFloat", "IntTrueDiv", "FloatTrueDiv",
 }  # fmt: skip
+
+
+def cuts_at_a_number(alike: Sequence[Node]) -> bool:
+    """Is a dim that grows with the batch cut at a place, the same for all sizes, where a larger one would go on?"""
+    target: Any = alike[0].target
+    if target not in _CUTS:
+        return False
+    names = [argument.name for argument in target._schema.arguments]
+    given: list[dict[str, Any]] = [{**dict(zip(names, n.args, strict=False)), **n.kwargs} for n in alike]
+    sizes = [g["self"].meta["val"].shape[g.get("dim", 0)] for g in given]
+    ends = {g.get(_CUTS[target]) for g in given}
+    end = ends.pop()
+    return not ends and len(set(sizes)) > 1 and isinstance(end, int) and min(sizes) <= end < maxsize
+
+
+_CUTS: dict[Any, str] = {
+    torch.ops.aten.slice.Tensor: "end",
+    torch.ops.aten.split.Tensor: "split_size",
+    torch.ops.aten.unsafe_split.Tensor: "split_size",
+}
 
 
 class OpenInputs:

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
-from itertools import chain
-from operator import attrgetter
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -20,6 +18,7 @@ from torch import Tensor, nn
 from ..graph.read.saved import has_hooks
 from ..params import Params, named
 from ..reductions import Reduction
+from .modules import attributes_of, held_by, is_usual
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _NUMBERS = (bool, int, float, complex)
@@ -33,8 +32,8 @@ class Watched:
     def __init__(self, params: Params) -> None:
         self._params, self.named = params, named(params)
         self._modules = list(params.modules()) if isinstance(params, nn.Module) else []
-        self._is_usual = bool(self._modules) and all(map(_is_usual, self._modules))
-        self._held = _held_by(self._modules)
+        self._is_usual = bool(self._modules) and all(map(is_usual, self._modules))
+        self._held = held_by(self._modules)
         self._tensors = list(params.parameters()) if isinstance(params, nn.Module) else []
         self._trained = [t.requires_grad for t in self._tensors]
 
@@ -44,23 +43,10 @@ class Watched:
             now = named(self._params)
             return list(now) == list(self.named) and all(now[name] is p for name, p in self.named.items())
         return (
-            _held_by(self._modules) == self._held
+            held_by(self._modules) == self._held
             and [t.requires_grad for t in self._tensors] == self._trained
             and not any(map(has_hooks, self._tensors))
         )
-
-
-def _is_usual(module: nn.Module) -> bool:
-    """Are the parameters of a module those that it holds, and its modules do?"""
-    ways = "named_parameters", "named_modules", "_named_members"
-    return all(getattr(type(module), way) is getattr(nn.Module, way) for way in ways)
-
-
-def _held_by(modules: Sequence[nn.Module]) -> tuple[list[int], list[str], list[int]]:
-    """How many parameters and modules each of these holds, the names of all, and their identities."""
-    held = [*map(attrgetter("_parameters"), modules), *map(attrgetter("_modules"), modules)]
-    identities = map(id, chain.from_iterable(map(dict.values, held)))
-    return list(map(len, held)), list(chain.from_iterable(held)), list(identities)
 
 
 def kinds_of(reductions: Sequence[Reduction]) -> list[Any]:
@@ -145,7 +131,7 @@ def _variables(value: Any, names: frozenset[str]) -> list[tuple[Any, Any]]:
         outside = [(name, value.__globals__[name]) for name in sorted(names) if name in value.__globals__]
         defaults = [*enumerate(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).items()]
         return [*((name, _content(cell)) for name, cell in closed), *outside, *defaults]
-    return [(name, getattr(value, name)) for name in sorted(names) if name in _attributes(value)]
+    return [(name, getattr(value, name)) for name in sorted(names) if name in _readable(value)]
 
 
 def _content(cell: Any) -> Any:
@@ -155,9 +141,7 @@ def _content(cell: Any) -> Any:
         return None
 
 
-def _attributes(value: Any) -> set[str]:
+def _readable(value: Any) -> set[str]:
     """The names of what can be read of an object without running anything: what it holds, and numbers of its class."""
-    held = getattr(value, "__dict__", {})
-    inside = [held.get(kind, {}) for kind in ("_parameters", "_buffers", "_modules") if isinstance(value, nn.Module)]
     shared = {name for kind in type(value).__mro__ for name, v in vars(kind).items() if isinstance(v, _NUMBERS)}
-    return shared.union(held, *inside)
+    return shared | attributes_of(value)
