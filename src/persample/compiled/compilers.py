@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from sys import maxsize
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -264,22 +264,24 @@ _SMOOTH = {
 
 def cuts_at_a_number(alike: Sequence[Node]) -> bool:
     """Is a dim that grows with the batch cut at a place, the same for all sizes, where a larger one would go on?"""
-    target: Any = alike[0].target
-    if target not in _CUTS:
+    at = _CUTS.get(str(alike[0].target))
+    if at is None:
         return False
-    names = [argument.name for argument in target._schema.arguments]
-    given: list[dict[str, Any]] = [{**dict(zip(names, n.args, strict=False)), **n.kwargs} for n in alike]
-    sizes = [g["self"].meta["val"].shape[g.get("dim", 0)] for g in given]
-    ends = {g.get(_CUTS[target]) for g in given}
+    given: list[Any] = [[*node.args, *[None] * 4] for node in alike]
+    sizes = [args[0].meta["val"].shape[args[at.dim] or 0] for args in given]
+    ends = {args[at.end] for args in given}
     end = ends.pop()
     return not ends and len(set(sizes)) > 1 and isinstance(end, int) and min(sizes) <= end < maxsize
 
 
-_CUTS: dict[Any, str] = {
-    torch.ops.aten.slice.Tensor: "end",
-    torch.ops.aten.split.Tensor: "split_size",
-    torch.ops.aten.unsafe_split.Tensor: "split_size",
-}
+class _Cut(NamedTuple):
+    """Where among the arguments of an op there are the dim that it cuts, and the first place where it does."""
+
+    dim: int
+    end: int
+
+
+_CUTS = {"aten.slice.Tensor": _Cut(1, 3), "aten.split.Tensor": _Cut(2, 1), "aten.unsafe_split.Tensor": _Cut(2, 1)}
 
 
 class OpenInputs:
