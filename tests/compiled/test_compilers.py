@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +16,10 @@ from persample.compiled.compilers import (
     captured,
     compiled_by,
     could_not_capture,
+    cuts_at_a_number,
     dims_of,
+    draws_in_python,
+    is_linear,
     losses_length,
     open_sizes,
     too_many_captures,
@@ -138,3 +143,57 @@ def test_checkpointed_regions_are_opened() -> None:
     opened = without_checkpoints(backend.graphs[0])
     assert not any("checkpoint" in str(node.target) for node in opened.graph.nodes)
     assert torch.equal(opened(*backend.inputs[0])[0], layer(torch.ones(2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("size", "linear"),
+    [
+        (lambda n: n, True),
+        (lambda n: 2 * n + 3, True),
+        (lambda n: 1 / n, True),
+        (lambda n: n // 2, False),
+        (lambda n: n % 4, False),
+        (lambda n: n * n, False),
+        (lambda n: min(n, 64), False),
+        (lambda n: (n // 2) / n, False),
+    ],
+)
+def test_sizes_that_grow_linearly(size: Callable[[int], float], linear: bool) -> None:
+    backend = Backend()
+    run = captured(lambda x: x.sum(1) * size(len(x)), backend, dynamic=True, limit=8)
+    run(torch.ones(5, 3))
+    (graph,) = backend.graphs
+    name = losses_length(graph, 0)
+    dims = dims_of(graph)
+    assert name is not None
+    assert dims is not None
+    assert is_linear(graph, name, open_sizes(dims, backend.inputs[0])) is linear
+
+
+@pytest.mark.parametrize(
+    ("fn", "cuts"),
+    [
+        (lambda x: x[:64], True),
+        (lambda x: x[:2], False),
+        (lambda x: x[1:], False),
+        (lambda x: x[:, :2], False),
+        (lambda x: x[: len(x)], False),
+        (lambda x: x.split(64)[0], True),
+        (lambda x: x.split(2, 1)[0], False),
+    ],
+)
+def test_cuts(fn: Callable[[Tensor], Tensor], cuts: bool) -> None:
+    graphs = [traced_graph(lambda x: [fn(x) + 0], [torch.ones(n, 3)]) for n in (5, 11, 8)]
+    assert any(map(cuts_at_a_number, zip(*(g.graph.nodes for g in graphs), strict=True))) is cuts
+
+
+def test_numbers_that_dynamo_draws_in_python() -> None:
+    found = []
+
+    def backend(graph: GraphModule, _: Any) -> Any:
+        found.append(draws_in_python(graph))
+        return graph
+
+    captured(lambda x: x * random.randint(1, 9), backend, dynamic=None, limit=8)(torch.ones(2))
+    captured(lambda x: x * 3, backend, dynamic=None, limit=8)(torch.ones(2))
+    assert found == [True, False]

@@ -6,6 +6,8 @@ build.py     one build: traced, compiled, compared with the eager engine
 trace.py     the engine of this package, run on tensors without numbers, written down as a graph
 batches.py   one graph for all batch sizes, from traces of a few
 answers.py   results taken apart into tensors, and put together again
+watched.py   what a build depends on that Dynamo does not watch over
+modules.py   what modules hold
 facts.py     what a build depends on, and how to say what has changed
 compilers.py what is used of PyTorch's compilers
 """

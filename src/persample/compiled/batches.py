@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from ..refusal import NotCompiled
-from .compilers import Dims, dims_of, losses_length, open_sizes
+from .compilers import Dims, cuts_at_a_number, dims_of, is_linear, losses_length, open_sizes
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class OpenBatch:
     size: str  # its name
     values: dict[str, int]  # of all open sizes
     place: tuple[int, int]  # an input and a dim of it that has this size
+    is_linear: bool  # whether all that the graph computes of this size grows linearly with it
 
     @classmethod
     def of(cls, graph: GraphModule, losses_at: int, inputs: Sequence[Any]) -> OpenBatch | None:
@@ -41,7 +42,9 @@ class OpenBatch:
         values = open_sizes(dims, inputs)
         tensors = [(i, known) for i, known in enumerate(dims) if known is not None and not known.is_size]
         places = [(i, d) for i, known in tensors for d, n in enumerate(known.shape) if n.name == length]
-        return cls(dims, length, values, places[0]) if places and length in values else None
+        if not places or length not in values:
+            return None
+        return cls(dims, length, values, places[0], is_linear(graph, length, values))
 
     @property
     def now(self) -> int:
@@ -81,6 +84,8 @@ def common_graph(graphs: Sequence[GraphModule], sizes: Sequence[int], at: int, d
             raise NotCompiled("the way that is taken depends on the batch size")
         if first.op == "get_attr" and not _same_constants(graphs, first.target):
             raise NotCompiled("a table of which sample is where depends on the batch size")
+        if cuts_at_a_number(alike):
+            raise NotCompiled("samples are taken a fixed number at a time")
         args, kwargs = merger.merge([n.args for n in alike]), merger.merge([n.kwargs for n in alike])
         copies[first] = merged.create_node(first.op, first.target, args, kwargs, first.name)
         merger.indices.update(dict.fromkeys(alike, position))

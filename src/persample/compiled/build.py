@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from ..graph.read.compiled import as_written
 from ..kernels.pages import POOL
 from ..refusal import NotCompiled
 from .batches import OpenBatch, common_graph
-from .compilers import OpenInputs, Runnable, compiled_by, open_sizes, without_autocast
+from .compilers import OpenInputs, Runnable, compiled_by, open_sizes
 from .trace import Problem, Traced, trace
 
 Backend = str | Callable[..., Any]
@@ -53,13 +54,15 @@ class Build:
     seconds: float  # that tracing and compiling took
     opened: Opened | None = None  # if it is for more than one batch size
     closed: str | None = None  # why it is for one alone, though the losses' graph is not
+    is_checked: bool = False  # whether it has given the eager engine's answer to inputs of a size
 
     def answer(self, inputs: Sequence[Any]) -> Answer:
         """Run the step."""
         POOL.begin_call()
         traced = self.traced
-        with torch.no_grad(), without_autocast():
-            tensors = self.run(*self.problem.tensors(inputs))
+        given = self.problem.tensors(inputs)
+        with as_written(given[:1]):
+            tensors = self.run(*given)
         end = len(tensors) - bool(traced.doubts)
         doubt = _doubt(tensors[-1], traced.doubts) if traced.doubts else None
         return Answer(tensors[: traced.outputs], traced.rebuild(iter(tensors[traced.outputs : end])), doubt)
@@ -107,8 +110,13 @@ def _for_all_sizes(
     problem: Problem, traced: Traced, batch: OpenBatch, inputs: Sequence[Any], backend: Backend
 ) -> tuple[Runnable, Opened]:
     """Compile one graph for all batch sizes."""
+    if not batch.is_linear:
+        raise NotCompiled("losses_fn computes something of the batch size that does not grow linearly with it")
     sizes = [batch.now, *batch.others()]
-    graphs = [traced.graph, *[trace(problem, batch.inputs_at(size, inputs)).graph for size in sizes[1:]]]
+    each = [traced, *[trace(problem, batch.inputs_at(size, inputs)) for size in sizes[1:]]]
+    if any(other.plain != traced.plain for other in each):
+        raise NotCompiled("a result has a number that depends on the batch size")
+    graphs = [one.graph for one in each]
     (at, dim), places = batch.place, problem.tensors_at
     graph = common_graph(graphs, sizes, places.index(at), dim)
     given = OpenInputs(problem.tensors(inputs), lambda i, d: i < len(places) and batch.is_open(places[i], d))

@@ -7,13 +7,16 @@ checks them. They are imported when something is compiled, as that takes seconds
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from sys import maxsize
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
+
+from ..graph.read.compiled import as_written, settings_of_inductor
 
 Runnable = Callable[..., Sequence[Any]]
 
@@ -32,6 +35,9 @@ def captured(
         try:
             return watched(*args, **kwargs)
         except RuntimeError as error:
+            if "FX to symbolically trace" in str(error):  # which happens in another thread
+                with alone():
+                    return watched(*args, **kwargs)
             if "allow_rnn" not in str(error):
                 raise
         from torch._dynamo import config
@@ -45,6 +51,13 @@ def captured(
 def open_batch(t: Tensor) -> None:
     """Tell Dynamo that the first dim of a tensor will vary, before it has seen that."""
     torch._dynamo.maybe_mark_dynamic(t, 0)
+
+
+def alone() -> AbstractContextManager[object]:
+    """A context in which no other thread captures or traces: both change what all threads see of PyTorch."""
+    from torch._dynamo.convert_frame import compile_lock
+
+    return compile_lock
 
 
 def without_checkpoints(graph: GraphModule) -> GraphModule:
@@ -62,6 +75,14 @@ def without_checkpoints(graph: GraphModule) -> GraphModule:
         if isinstance(child, GraphModule):
             without_checkpoints(child)
     return graph
+
+
+def draws_in_python(graph: GraphModule) -> bool:
+    """Is an input of a captured graph a number that Dynamo draws from Python's ``random``?"""
+    from torch._dynamo.source import RandomValueSource
+
+    given = [node.meta.get("grapharg") for node in graph.graph.nodes if node.op == "placeholder"]
+    return any(isinstance(getattr(arg, "source", None), RandomValueSource) for arg in given)
 
 
 def could_not_capture(error: Exception) -> bool:
@@ -99,30 +120,9 @@ def compiled_by(backend: str | Callable[..., Any], graph: GraphModule, inputs: S
     from torch._dynamo import lookup_backend
 
     compiler = lookup_backend(backend) if isinstance(backend, str) else backend
-    from torch._inductor import config
-
-    with torch.no_grad(), without_autocast(), config.patch(_INDUCTOR):
+    with as_written([t for t in inputs if isinstance(t, Tensor)]), settings_of_inductor():
         made: Runnable = compiler(graph, list(inputs))
     return made
-
-
-# Random ops draw the numbers that they draw without a compiler; that inputs are as they were is known before; and
-# images keep the order of their dims, as the kernels for convolutions would have to change it back.
-_INDUCTOR = {"fallback_random": True, "size_asserts": False, "layout_optimization": False}
-
-
-def without_autocast() -> AbstractContextManager[object]:
-    """A context in which graphs, which have their casts, get no more of them."""
-    on = [kind for kind in _AUTOCAST if torch.is_autocast_enabled(kind)]
-    if not on:
-        return nullcontext()
-    stack = ExitStack()
-    for kind in on:
-        stack.enter_context(torch.autocast(kind, enabled=False))
-    return stack
-
-
-_AUTOCAST = ("cpu", "cuda", "xpu", "mps")
 
 
 def traced_graph(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> GraphModule:
@@ -207,6 +207,67 @@ def losses_length(graph: GraphModule, at: int) -> str | None:
     (output,) = (node for node in graph.graph.nodes if node.op == "output")
     value = output.args[0][at].meta.get("example_value")
     return Size.of(value.shape[0]).name if isinstance(value, Tensor) and value.ndim == 1 else None
+
+
+def is_linear(graph: GraphModule, name: str, values: Mapping[str, int]) -> bool:
+    """Do all sizes in a graph grow linearly with the open size of this name, and no number in steps?
+
+    Where they do not, as for ``len(x) // 2``, a few sizes say nothing of others.
+    """
+    nodes = [node for inner in graph.modules() if isinstance(inner, GraphModule) for node in inner.graph.nodes]
+    others = {key: value for key, value in values.items() if key != name}
+    return all(_is_linear(n, name, others) for node in nodes for n in _numbers(node.meta.get("example_value")))
+
+
+def _numbers(value: Any) -> list[Any]:
+    """All that depends on open sizes in what Dynamo knows of a node."""
+    if isinstance(value, Tensor):
+        value = tuple(value.shape)
+    if isinstance(value, (tuple, list)):
+        return [n for item in value for n in _numbers(item)]
+    return [value] if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else []
+
+
+def _is_linear(number: Any, name: str, others: Mapping[str, int]) -> bool:
+    from sympy import Poly, preorder_traversal  # type: ignore[import-untyped]
+
+    expression = number.node.expr
+    expression = expression.subs({s: others[str(s)] for s in expression.free_symbols if str(s) in others})
+    if not expression.free_symbols:
+        return True
+    if isinstance(number, torch.SymFloat):
+        return {type(part).__name__ for part in preorder_traversal(expression)} <= _SMOOTH
+    if isinstance(number, torch.SymBool) or {str(s) for s in expression.free_symbols} != {name}:
+        return False
+    return bool(expression.is_polynomial()) and Poly(expression).degree() == 1
+
+
+_SMOOTH = {
+    "Symbol", "Integer", "One", "NegativeOne", "Zero", "Float", "Rational", "Half",
+    "Add", "Mul", "Pow", "ToFloat", "IntTrueDiv", "FloatTrueDiv",
+}  # fmt: skip
+
+
+def cuts_at_a_number(alike: Sequence[Node]) -> bool:
+    """Is a dim that grows with the batch cut at a place, the same for all sizes, where a larger one would go on?"""
+    at = _CUTS.get(str(alike[0].target))
+    if at is None:
+        return False
+    given: list[Any] = [[*node.args, *[None] * 4] for node in alike]
+    sizes = [args[0].meta["val"].shape[args[at.dim] or 0] for args in given]
+    ends = {args[at.end] for args in given}
+    end = ends.pop()
+    return not ends and len(set(sizes)) > 1 and isinstance(end, int) and min(sizes) <= end < maxsize
+
+
+class _Cut(NamedTuple):
+    """Where among the arguments of an op there are the dim that it cuts, and the first place where it does."""
+
+    dim: int
+    end: int
+
+
+_CUTS = {"aten.slice.Tensor": _Cut(1, 3), "aten.split.Tensor": _Cut(2, 1), "aten.unsafe_split.Tensor": _Cut(2, 1)}
 
 
 class OpenInputs:

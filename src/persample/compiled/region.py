@@ -18,15 +18,18 @@ from .trace import Problem
 _under_way: ContextVar[Call | None] = ContextVar("compiled call", default=None)
 
 
+class Interrupted(Exception):
+    """Raised by a region that has no answer, or a doubtful one, before the losses' function does anything outside."""
+
+
 @dataclass(slots=True)
 class Call:
     """One call of a compiled step: the losses' function runs, and its region leaves here what it has done."""
 
     regions: list[Region] = field(default_factory=list)
     inputs: Sequence[Any] = ()  # of the region
-    before: State | None = None  # what the region may have changed, where it matters
-    outputs: Sequence[Any] = ()  # of the region, if it was not compiled
-    answer: Answer | None = None  # if it was
+    before: State | None = None  # what the region may have changed
+    answer: Answer | None = None  # if it was compiled
 
     def run(self, fn: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Call the function that Dynamo watches over."""
@@ -36,23 +39,25 @@ class Call:
         finally:
             _under_way.reset(token)
 
+    def undo(self) -> None:
+        """Bring back what the region has changed, and random generators."""
+        if self.before is not None:
+            self.before.restore()
+
 
 class Region:
     """Called by the code that Dynamo makes of the losses' function, in place of the ops that it has captured."""
 
     def __init__(self, graph: GraphModule) -> None:
         self.graph = graph
-        self.made: dict[
-            tuple[Any, ...], Build
-        ] = {}  # by the sizes, of those that the graph leaves open, it was made for
-        self.builds: dict[tuple[Any, ...], Build] = {}  # those that have given the eager engine's answer, by sizes
-        self.changed: list[int] | None = None  # inputs that the losses' function changes in place, once it has run
+        self.builds: dict[tuple[Any, ...], Build] = {}  # by the sizes that are not fixed in the graph
+        self.changed: list[int] = []  # tensors among the inputs that the losses' function changes in place
         self.draws = True  # random numbers
 
     def serving(self, problem: Problem, inputs: Sequence[Any]) -> Build | None:
         """A build for other sizes or other parameters that is right for these, too."""
         sizes = self.sizes(inputs)
-        for known, made in self.made.items():
+        for known, made in self.builds.items():
             if made.problem.is_like(problem) and (known == sizes or made.serves(inputs)):
                 return replace(made, problem=problem)
         return None
@@ -64,25 +69,21 @@ class Region:
     def __call__(self, *inputs: Any) -> Sequence[Any]:
         call = _under_way.get()
         if call is None:  # Dynamo runs it for reasons of its own
-            return self._plainly(inputs)
+            return self.plainly(inputs)
         call.regions.append(self)
         call.inputs = inputs
         build = self.builds.get(self.sizes(inputs)) if len(call.regions) == 1 else None
-        if build is None or not build.problem.is_of(inputs):
-            return self._first(call, inputs)
-        call.before = State.of([inputs[i] for i in self.changed or ()], draws=self.draws)
+        if build is None or not build.is_checked or not build.problem.is_of(inputs):
+            raise Interrupted
+        tensors = tensors_in(inputs) if self.changed else []
+        call.before = State.of([tensors[i] for i in self.changed], draws=self.draws)
         call.answer = build.answer(inputs)
+        if call.answer.doubt is not None:
+            raise Interrupted
         return call.answer.outputs
 
-    def _first(self, call: Call, inputs: Sequence[Any]) -> Sequence[Any]:
-        """Run without a build, such that what it changes can be brought back."""
-        tensors = [i for i, t in enumerate(inputs) if isinstance(t, Tensor)] if self.changed is None else self.changed
-        call.before = State.of([inputs[i] for i in tensors])
-        call.outputs = self._plainly(inputs)
-        self.changed = [tensors[k] for k in call.before.changed()]
-        return call.outputs
-
-    def _plainly(self, inputs: Sequence[Any]) -> Sequence[Any]:
+    def plainly(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        """Run the graph as it is."""
         with torch.enable_grad():  # there may be hooks
             outputs: Sequence[Any] = self.graph(*inputs)
         return outputs
@@ -116,6 +117,11 @@ class State:
             torch.set_rng_state(self.generators[0])
             for device, state in enumerate(self.generators[1:]):
                 torch.cuda.set_rng_state(state, device)
+
+
+def tensors_in(inputs: Sequence[Any]) -> list[Tensor]:
+    """The tensors among the inputs of a region; others are sizes."""
+    return [t for t in inputs if isinstance(t, Tensor)]
 
 
 def _generators() -> list[Tensor]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from .._errors import PerformanceWarning
 from ..checks import check_reductions
@@ -22,10 +23,19 @@ from ..refusal import NotCompiled
 from ..trees import leaves, tree_map
 from ..verbs import reduce
 from .build import Answer, Backend, Build, build
-from .compilers import captured, check_backend, could_not_capture, too_many_captures, without_checkpoints
+from .compilers import (
+    alone,
+    captured,
+    check_backend,
+    could_not_capture,
+    draws_in_python,
+    too_many_captures,
+    without_checkpoints,
+)
 from .facts import Facts, changes, facts_of
-from .region import Call, Region, State
-from .trace import Problem, check_compilable, kinds_of
+from .region import Call, Interrupted, Region, State, tensors_in
+from .trace import Problem, check_compilable, computed_before
+from .watched import Watched, kinds_of
 
 
 def compile(
@@ -97,30 +107,28 @@ class Asked:
 
     def eagerly(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         """The answer of the eager engine."""
-        return reduce(
-            self.losses_fn(*args, **kwargs),
-            self.params,
-            *self.reductions,
-            independent=self.independent,
-            max_memory=self.max_memory,
-        )
+        return self.reduced(self.losses_fn(*args, **kwargs))
 
-    def problem(self, call: Call, losses: Any) -> Problem:
-        """What is to be traced of a call that has run."""
-        region = _only_region(call)
-        params = named(self.params)
-        sharded = [name for name, p in params.items() if is_sharded(p)]
+    def reduced(self, losses: Tensor) -> tuple[Any, ...]:
+        """What the eager engine makes of losses."""
+        return reduce(
+            losses, self.params, *self.reductions, independent=self.independent, max_memory=self.max_memory
+        )  # fmt: skip
+
+    def problem(self, graph: GraphModule, losses_at: int, inputs: Sequence[Any]) -> Problem:
+        """What is to be traced of a captured graph."""
+        watched = Watched(self.params)
+        sharded = [name for name, p in watched.named.items() if is_sharded(p)]
         if sharded:
             raise NotCompiled(f"parameters {sharded} are sharded")
-        found = [i for i, output in enumerate(call.outputs) if output is losses]
-        if not found:
-            raise NotCompiled("losses_fn returns something else than what its captured graph computes")
-        names = {id(p): name for name, p in reversed(params.items())}
+        if computed_before(inputs):
+            raise NotCompiled("losses_fn is given, or reads, a tensor that was computed outside of it with gradients")
+        names = {id(p): name for name, p in reversed(watched.named.items())}
         return Problem(
-            region.graph,
-            found[0],
-            [names.get(id(t)) for t in call.inputs],
-            params,
+            graph,
+            losses_at,
+            [names.get(id(t)) for t in inputs],
+            watched,
             not isinstance(self.params, (nn.Module, Mapping)),
             self.reductions,
             self.max_memory,
@@ -129,10 +137,18 @@ class Asked:
         )
 
 
-def _only_region(call: Call) -> Region:
-    if len(call.regions) != 1:
-        raise NotCompiled("losses_fn is not captured as one graph" if call.regions else "losses_fn computes nothing")
-    return call.regions[0]
+def _place_of(losses: Tensor, outputs: Sequence[Any]) -> int:
+    """Which of a graph's outputs the losses are; others are kept by the losses' function somewhere outside."""
+    found = {id(t): i for i, t in enumerate(outputs) if isinstance(t, Tensor) and _are_alike(t, losses)}
+    if len(found) != 1:
+        raise NotCompiled("losses_fn returns something else than what its captured graph computes, or keeps a copy")
+    (place,) = found.values()
+    return place
+
+
+def _are_alike(t: Tensor, losses: Tensor) -> bool:
+    kinds = [(each.shape, each.dtype, each.requires_grad) for each in (t, losses)]
+    return kinds[0] == kinds[1] and torch.allclose(t, losses, equal_nan=True)
 
 
 class CompiledStep:
@@ -149,11 +165,18 @@ class CompiledStep:
         self.refused: str | None = None
         self.doubts = 0
         self._asked, self._backend, self._max_builds, self._verbose = asked, backend, max_builds, verbose
+        self._dynamic = dynamic
         self._facts: Facts | None = None  # of the last build
         self._full = False  # whether it was said that there are no more builds
         self._captured = captured(asked.losses_fn, self._enter, dynamic=dynamic, limit=max_builds)
 
+    def __reduce__(self) -> Any:
+        """A copy is of the losses' function that was copied with it, and has built nothing."""
+        return type(self), (self._asked, self._backend, self._dynamic, self._max_builds, self._verbose)
+
     def _enter(self, graph: Any, _: Sequence[Any]) -> Region:
+        if draws_in_python(graph):
+            raise NotCompiled("it draws numbers from Python's random, once for each engine; draw from torch")
         return Region(without_checkpoints(graph))
 
     def __repr__(self) -> str:
@@ -169,21 +192,22 @@ class CompiledStep:
                 return self._asked.eagerly(args, kwargs)
             call = Call()
             try:
-                losses = call.run(self._captured, args, kwargs)
+                call.run(self._captured, args, kwargs)
+            except Interrupted:
+                return self._first(call, args, kwargs) if call.answer is None else self._again(call, args, kwargs)
             except Exception as error:
                 return self._after_failure(error, call, args, kwargs)
             if call.answer is None:
-                return self._first(call, losses, args, kwargs)
-            if call.answer.doubt is None:
-                return call.answer.results
-            return self._again(call, args, kwargs)
+                answer = self._asked.eagerly(args, kwargs)
+                self._refuse("losses_fn computes nothing that could be captured")
+                return answer
+            return call.answer.results
 
     def _after_failure(
         self, error: Exception, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Any, ...]:
         """An error of Dynamo's, of the compiled code or of the user's: the eager engine answers, or raises it."""
-        if call.before is not None:
-            call.before.restore()
+        call.undo()
         answer = self._asked.eagerly(args, kwargs)
         if too_many_captures(error):
             self._say_full()
@@ -194,41 +218,44 @@ class CompiledStep:
 
     def _again(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         """The numbers of this call are extreme: the eager engine knows what to do, or to say."""
-        assert call.before is not None
         assert call.answer is not None
-        call.before.restore()
+        call.undo()
         self.doubts += 1
         if self.doubts == 1:
             self._say(f"the eager engine answers a call: {call.answer.doubt}")
         return self._asked.eagerly(args, kwargs)
 
-    def _first(self, call: Call, losses: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    def _first(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         """The eager engine answers; and a build is made for the next call, if it gives the same answer."""
-        if call.before is not None:
-            call.before.restore()
-        want = self._asked.eagerly(args, kwargs)  # first: it may have something to say of the arguments
-        after = None if call.before is None else State.of(call.before.tensors)
+        call.before = State.of(tensors_in(call.inputs))
+        losses = self._asked.losses_fn(*args, **kwargs)
+        want = self._asked.reduced(losses)  # which may have something to say of the arguments
+        after = State.of(call.before.tensors)
         try:
-            self._build(call, losses, want, facts_of(args, kwargs, self._asked.params))
+            with alone():
+                self._build(call, losses, want, facts_of(args, kwargs, self._asked.params))
         except NotCompiled as reason:
             self._refuse(str(reason))
+        except Exception as error:  # the eager engine has answered: whatever this is, it is about compiling
+            self._refuse(f"what was compiled failed when it ran: {_first_line(error)}")
         finally:
-            if after is not None:
-                after.restore()
+            after.restore()
         return want
 
-    def _build(self, call: Call, losses: Any, want: tuple[Any, ...], facts: Facts) -> None:
-        region = _only_region(call)
-        problem = self._asked.problem(call, losses)
+    def _build(self, call: Call, losses: Tensor, want: tuple[Any, ...], facts: Facts) -> None:
+        assert call.before is not None
+        (region,) = call.regions
+        call.undo()
+        outputs = region.plainly(call.inputs)
+        region.changed = call.before.changed()
+        problem = self._asked.problem(region.graph, _place_of(losses, outputs), call.inputs)
+        del outputs
         made = region.serving(problem, call.inputs) or self._make(problem, call.inputs, facts, len(losses))
         if made is None:
             return
-        sizes = region.sizes(call.inputs)
-        region.made.setdefault(sizes, made)
         call.answer = _checked(made, call, want)
-        if call.answer.doubt is None:
-            region.builds[sizes] = made
-            region.draws = made.draws
+        region.builds[region.sizes(call.inputs)] = replace(made, is_checked=call.answer.doubt is None)
+        region.draws = made.draws
 
     def _make(self, problem: Problem, inputs: Sequence[Any], facts: Facts, samples: int) -> Build | None:
         """A new build, if there may be another one."""
@@ -265,8 +292,7 @@ class CompiledStep:
 
 def _checked(made: Build, call: Call, want: tuple[Any, ...]) -> Answer:
     """A build's first answer. It must be that of the eager engine, unless it has a doubt itself."""
-    assert call.before is not None
-    call.before.restore()
+    call.undo()
     got = made.answer(call.inputs)
     if got.doubt is None and (where := differing(got.results, want, made.narrowest)) is not None:
         raise NotCompiled(f"the compiled step gives another answer than the eager engine: {where}")
@@ -281,5 +307,8 @@ def _outside_of_inference(tree: Any) -> Any:
 
 
 def _first_line(error: Exception) -> str:
+    inner = getattr(error, "inner_exception", None)
+    if isinstance(inner, NotCompiled):
+        return str(inner)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -20,13 +20,14 @@ from torch.fx import GraphModule
 from ..kernels.certificates import Certificate, traced
 from ..params import named
 from ..reductions import Reduction
-from ..reductions.answers import Rebuild, take_apart
+from ..reductions.answers import Rebuild, plain_parts, take_apart
 from ..reductions.groups import by_names
 from ..reductions.sums import Stack
 from ..refusal import NotCompiled
 from ..trees import leaves, tree_map
 from ..verbs import reduce
 from .compilers import traced_graph
+from .watched import Watched, kinds_of
 
 _MOST_CONSTANTS = 2**26  # bytes of numbers that a graph may hold
 
@@ -38,12 +39,17 @@ class Problem:
     losses_graph: GraphModule
     losses_at: int  # among the outputs of that graph
     names: Sequence[str | None]  # of the parameters among its inputs
-    params: Mapping[str, Tensor]  # all that were asked for, reached or not
+    watched: Watched  # the parameters
     as_sequence: bool  # whether results come as tuples
     reductions: Sequence[Reduction]
     max_memory: int | None
     independent: bool
-    kinds: Sequence[Any]  # of the tensors that reductions are made with
+    kinds: Sequence[Any]  # what the reductions are, but for numbers in their tensors
+
+    @property
+    def params(self) -> Mapping[str, Tensor]:
+        """All that were asked for, reached or not."""
+        return self.watched.named
 
     @cached_property
     def unreached(self) -> dict[str, Tensor]:
@@ -66,15 +72,21 @@ class Problem:
         return [(i, self.params[name]) for i, name in enumerate(self.names) if name is not None]
 
     def is_of(self, inputs: Sequence[Any]) -> bool:
-        """Are the parameters still these, and reductions made with tensors like those of then?
+        """Are the parameters still these, the reductions like those of then, and all inputs without a past?
 
         Dynamo watches over all that the losses depend on, but not over that.
         """
-        return all(inputs[i] is p for i, p in self.reached) and kinds_of(self.reductions) == self.kinds
+        return (
+            all(inputs[i] is p for i, p in self.reached)
+            and not computed_before(inputs)
+            and self.watched.are_the_same()
+            and kinds_of(self.reductions) == self.kinds
+        )
 
     def is_like(self, other: Problem) -> bool:
         """Is the graph of one that of the other, whatever the parameters are?"""
-        return (self.losses_graph, self.losses_at, list(self.names), self.kinds) == (
+        shapes, theirs = ([(n, p.shape, p.dtype, p.device) for n, p in q.params.items()] for q in (self, other))
+        return shapes == theirs and (self.losses_graph, self.losses_at, list(self.names), self.kinds) == (
             other.losses_graph, other.losses_at, list(other.names), other.kinds
         )  # fmt: skip
 
@@ -87,6 +99,7 @@ class Traced:
     outputs: int  # how many of the first tensors are outputs of the losses' graph
     rebuild: Rebuild  # the results, of the tensors after these
     doubts: Sequence[str]  # what the last tensor says, one by one
+    plain: Sequence[Any]  # what there is in results beside tensors
 
 
 def trace(problem: Problem, inputs: Sequence[Any]) -> Traced:
@@ -96,6 +109,7 @@ def trace(problem: Problem, inputs: Sequence[Any]) -> Traced:
     def step(*given: Tensor) -> list[Tensor]:
         outputs, results, certificates = _run(problem, inputs, list(given))
         tensors, found["rebuild"] = take_apart(results)
+        found["plain"] = plain_parts(results)
         found["outputs"], found["doubts"] = len(outputs), [c.doubt for c in certificates]
         holds = [torch.stack([c.holds.all() for c in certificates])] if certificates else []
         return [t.detach() for t in (*outputs, *tensors, *holds)]
@@ -111,7 +125,7 @@ def trace(problem: Problem, inputs: Sequence[Any]) -> Traced:
     finally:
         torch.clear_autocast_cache()
     _refuse_large_constants(graph)
-    return Traced(graph, found["outputs"], found["rebuild"], found["doubts"])
+    return Traced(graph, found["outputs"], found["rebuild"], found["doubts"], found["plain"])
 
 
 def _run(
@@ -124,7 +138,7 @@ def _run(
         if isinstance(t, Tensor):
             given[0] = given[0].detach().requires_grad_(t.requires_grad)
             if name is not None:
-                params[name] = given[0]
+                given[0] = params.setdefault(name, given[0])  # Dynamo may give one parameter in several places
             arguments.append(given.pop(0))
         else:
             arguments.append(t)
@@ -149,9 +163,9 @@ def tensors_of(reductions: Sequence[Reduction]) -> list[Tensor]:
     return [t.detach() for r in reductions for t in leaves(_settings(r)) if isinstance(t, Tensor)]
 
 
-def kinds_of(reductions: Sequence[Reduction]) -> list[Any]:
-    """What a graph depends on of `tensors_of`."""
-    return [(t.shape, t.stride(), t.dtype, t.device) for t in tensors_of(reductions)]
+def computed_before(inputs: Sequence[Any]) -> bool:
+    """Is an input the result of other computations, through which gradients flow?"""
+    return any(isinstance(t, Tensor) and t.grad_fn is not None for t in inputs)
 
 
 def with_tensors(

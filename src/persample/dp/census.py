@@ -1,7 +1,4 @@
-"""The parameters of a model by name, without asking every module for its name at every step.
-
-The names used here are private to PyTorch. They hold for torch 2.13 to 2.15; ``tests/dp/test_census.py`` checks them.
-"""
+"""The parameters of a model by name, without asking every module for its name at every step."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ from operator import is_
 
 from torch import Tensor, nn
 
+from ..compiled.modules import is_usual, own
 from ..distributed import owners
 
 
@@ -40,15 +38,16 @@ def _seen(model: nn.Module) -> list[object] | None:
         module = waiting.pop()
         if id(module) in known:
             continue
-        if type(module).named_parameters is not nn.Module.named_parameters:
+        if not is_usual(module):
             return None
         known.add(id(module))
-        if module._parameters:
-            found += module._parameters.keys()
-            found += module._parameters.values()
-        if module._modules:
-            found += module._modules.keys()
-            children = [child for child in module._modules.values() if child is not None]
+        parameters, modules = own(module)
+        if parameters:
+            found += parameters.keys()
+            found += parameters.values()
+        if modules:
+            found += modules.keys()
+            children = [child for child in modules.values() if child is not None]
             found += children
             waiting += children
     return found

@@ -51,14 +51,17 @@ class AskedExactly(Asked):
 
     def losses(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
         """One loss for every sample of the batch."""
-        losses = self.losses_fn(*args, **kwargs)
+        return self.checked(self.losses_fn(*args, **kwargs))
+
+    def checked(self, losses: Tensor) -> Tensor:
+        """The losses, which must be as many as there are samples."""
         check_losses(losses)
         check_count(len(losses), self.task.size)
         return losses
 
-    def eagerly(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    def reduced(self, losses: Tensor) -> tuple[Any, ...]:
         clip = ExactClippedSum(self.task.clip, self.samples, self.task.padding)
-        found: ExactSums = reduce(self.losses(args, kwargs), self.params, clip, independent=True)[0]
+        found: ExactSums = reduce(self.checked(losses), self.params, clip, independent=True)[0]
         return (_of_exact(found, self.task, self.params),)
 
     def of_some(self, which: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExactSums:
@@ -114,17 +117,16 @@ class CompiledSums(CompiledStep):
         finally:
             before.restore()
 
-    def _first(self, call: Call, losses: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-        want = super()._first(call, losses, args, kwargs)
+    def _first(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        want = super()._first(call, args, kwargs)
         if call.answer is None:
             return want
         return call.answer.results if call.answer.doubt is None else self._again(call, args, kwargs)
 
     def _again(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         """The eager engine adds the samples that the graph has left out."""
-        assert call.before is not None
         assert call.answer is not None
-        call.before.restore()
+        call.undo()
         self.doubts += 1
         found: CertifiedSums = call.answer.results[0]
         task = self._exactly.task

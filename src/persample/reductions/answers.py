@@ -50,6 +50,21 @@ def _rebuild(result: Any, tensors: list[Tensor]) -> Rebuild:
     raise NotCompiled(f"a result is a {kind.__name__}, of which only its maker knows how to make another")
 
 
+def plain_parts(result: Any) -> list[Any]:
+    """All in a result that is no tensor: kinds of containers, keys, numbers."""
+    if isinstance(result, (Tensor, *_PLAIN)):
+        return [Tensor if isinstance(result, Tensor) else (type(result), result)]
+    parts: list[Any] = [type(result)]
+    if isinstance(result, Clipping):
+        parts.append((list(result.dropped), result.sensitivity))
+    if isinstance(result, dict):
+        parts += result
+    inside = result.values() if isinstance(result, dict) else result if isinstance(result, (tuple, list)) else ()
+    if is_dataclass(result):
+        inside = [getattr(result, f.name) for f in fields(result)]
+    return parts + [part for value in (*inside, getattr(result, "clipping", None)) for part in plain_parts(value)]
+
+
 def _dict(result: dict[Any, Any], tensors: list[Tensor]) -> Rebuild:
     if all(isinstance(value, Tensor) for value in result.values()):
         tensors += result.values()
@@ -101,6 +116,8 @@ def differing(got: Any, want: Any, narrowest: torch.dtype = torch.float64) -> st
     ours, theirs = take_apart(got)[0], take_apart(want)[0]
     if [(t.shape, t.dtype) for t in ours] != [(t.shape, t.dtype) for t in theirs]:
         return "the results have other shapes or dtypes"
+    if plain_parts(got) != plain_parts(want):
+        return "the results differ in what is no tensor"
     largest = max([_size(t) for t in theirs], default=0.0)
     for a, b in zip(ours, theirs, strict=True):
         if b.is_floating_point() or b.is_complex():

@@ -7,7 +7,7 @@ The names used here are private to PyTorch. They hold for torch 2.13 to 2.15; ``
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -223,15 +223,27 @@ def refuse_effects(graph: fx.GraphModule) -> None:
             raise Unreadable(f"{target}, which draws random numbers")
 
 
-# That arguments are as they were is known before; and results are kept beyond the next call.
-_INDUCTOR = {"size_asserts": False, "triton.cudagraphs": False}
+# That arguments are as they were is known before; results are kept beyond the next call; random ops draw the numbers
+# that they draw without a compiler; and images keep the order of their dims, which kernels would have to change back.
+_INDUCTOR = {
+    "size_asserts": False,
+    "triton.cudagraphs": False,
+    "fallback_random": True,
+    "layout_optimization": False,
+}
+
+
+def settings_of_inductor() -> AbstractContextManager[object]:
+    """A context in which Inductor compiles graphs of ours as they need it."""
+    from torch._inductor import config
+
+    return config.patch(_INDUCTOR)  # type: ignore[no-any-return, attr-defined]
 
 
 def compiled_by_inductor(graph: fx.GraphModule, example: Sequence[Any]) -> Callable[..., Sequence[Tensor]]:
     """A graph without gradients, compiled for arguments of these shapes and strides."""
-    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 
-    with as_written(example), config.patch(_INDUCTOR):
+    with as_written(example), settings_of_inductor():
         run: Any = compile_fx(graph, list(example))
     return run  # type: ignore[no-any-return]
