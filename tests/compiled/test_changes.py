@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import persample as ps
-from persample.compiled.answers import differing, plain_parts
+from persample.reductions.answers import differing, plain_parts
 
 NUMBER = 2.0
 
@@ -52,7 +52,7 @@ class Checked:
     def __call__(self, x: Tensor) -> None:
         got, want = self.step(x), ps.reduce(self.losses(x), self.params, *self.reductions)
         assert differing(got, want) is None
-        tensors = ps.compiled.answers.take_apart
+        tensors = ps.reductions.answers.take_apart
         for a, b in zip(tensors(got)[0], tensors(want)[0], strict=True):
             assert torch.allclose(a, b, rtol=1e-4, atol=1e-5 * float(b.abs().max()))
 

@@ -145,10 +145,10 @@ def _of_exact(found: ExactSums, task: Task, params: Any) -> CertifiedSums:
 
 
 def _padded(clipping: Clipping, padding: int) -> Clipping:
-    if not padding:
-        return clipping
-    norms, weights = (_each(lambda t: torch.cat([t, t.new_zeros(padding)]), tree) for tree in clipping)
-    return Clipping(norms, weights, clipping.dropped, clipping.sensitivity)
+    norms, weights = clipping
+    if padding:
+        norms, weights = (_each(lambda t: torch.cat([t, t.new_zeros(padding)]), tree) for tree in clipping)
+    return Clipping(norms, weights, clipping.dropped)
 
 
 def _each(change: Callable[..., Tensor], *trees: Any) -> Any:
@@ -170,7 +170,7 @@ def _with_some(found: CertifiedSums, some: ExactSums, which: Tensor) -> Certifie
         norms, weights = (
             _each(lambda every, few: every.index_copy(0, which, few), x, y) for x, y in zip(ours, theirs, strict=True)
         )
-        return Clipping(norms, weights, dropped, ours.sensitivity)
+        return Clipping(norms, weights, dropped)
 
     clipping, asked = filled(found.clipping, some.clipping), filled(found.asked, some.asked)
     return CertifiedSums(sums, clipping, asked, found.added.index_fill(0, which, True))
@@ -178,7 +178,7 @@ def _with_some(found: CertifiedSums, some: ExactSums, which: Tensor) -> Certifie
 
 def _first_of(clipping: Clipping, counting: int) -> Clipping:
     norms, weights = (_each(lambda t: t[:counting], tree) for tree in clipping)
-    return Clipping(norms, weights, clipping.dropped, clipping.sensitivity)
+    return Clipping(norms, weights, clipping.dropped)
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,8 @@ class CertifiedClippedSum(ExactClippedSum):
         certify(certain | ~counting, "a gradient is not finite or cancels, or its weight is extreme")
         if self._moving:
             weights = {key: w / self._now[1] for key, w in weights.items()}
-        clipping, asked_clipping = (self._clipping(norms, w, slice(None)) for w in (weights, asked))
+        # The sensitivity of a bound that moves is not the graph's to state.
+        clipping, asked_clipping = (Clipping(*self._clipping(norms, w, slice(None))) for w in (weights, asked))
         return CertifiedSums(totals, clipping, asked_clipping, added)
 
     def _bound(self, key: Hashable) -> float | Tensor | None:

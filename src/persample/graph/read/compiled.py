@@ -237,7 +237,7 @@ def settings_of_inductor() -> AbstractContextManager[object]:
     """A context in which Inductor compiles graphs of ours as they need it."""
     from torch._inductor import config
 
-    return config.patch(_INDUCTOR)  # type: ignore[no-any-return, attr-defined]
+    return config.patch(_INDUCTOR)  # type: ignore[no-any-return]
 
 
 def compiled_by_inductor(graph: fx.GraphModule, example: Sequence[Any]) -> Callable[..., Sequence[Tensor]]:
