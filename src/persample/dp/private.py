@@ -103,7 +103,7 @@ class Private:
         self._source = make_source(secure, seed, self._team.agree, self._binding.setup(plan))
         self._ledger, self._releases = Ledger(plan), Releases()
         self._guard = Guard(model, check_every if self._team.reruns else 0)
-        self._steady = Steady(model)
+        self._steady = Steady()
         self._gradients = Gradients(self, model, optimizer, params, after_step=self._after_step)
         self._sums = Sums({name: self._team.own(p) for name, p in params.items()})
         self._compiled = None if compile is None else self._compile(compile, backend)
@@ -211,16 +211,16 @@ class Private:
             )
 
     def _expect(self, part: BatchPart) -> None:
-        self._part, self._marked = part, mark()
+        self._part, self._marked = part, mark() if self._compiled is None else 0
         self._gradients.begin()
-        self._steady.watch()
+        self._steady.watch(self._binding.every())
         self._guard.watch(part.step)
 
     def _after_step(self) -> None:
         """If a batch waits, the optimizer has applied the gradients of the one before."""
         self._steady.stepped()
         if self._part is not None:
-            self._steady.watch()
+            self._steady.watch(self._binding.every())
 
     @break_graph
     def step(self, *given: Any, **options: Any) -> Step:
@@ -272,9 +272,9 @@ class Private:
         self._guard.hold()
         sums = self._of_batch(given, part)
         self._world.check()
-        self._binding.check()
+        every = self._binding.check()
         self._gradients.check(self._optimizer)
-        self._steady.check()
+        self._steady.check(every)
         self._guard.check(part.size)
         clipped, dropped = self._add(given, sums, part)
         self._part = None
