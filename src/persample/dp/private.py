@@ -33,7 +33,7 @@ from .sampling import BatchPart, Sampler, check_data, loader, most_samples
 from .sources import make_source
 from .state import Checkpoint, load, read
 from .steady import Steady
-from .sums import Clipped, Line, Sums, Whole, divided
+from .sums import Clipped, Line, Sums, Whole
 from .team import Team
 from .teams import team_of
 from .world import World
@@ -332,17 +332,17 @@ class Private:
                 size=self._binding.size + (counted_in is not None),
             )
 
-            def noisy(sums: Sequence[Whole], stream: int = 0) -> list[Tensor]:
+            def noisy(sums: Sequence[Whole], stream: int = 0) -> Line:
                 line = Line.of(sums, scale.grid if self.plan.noise else None)
                 add_noise(line.tensors, scale, self._source, number, stream)
-                return line.parts
+                return line
 
             released = self._team.release(sums, noisy)
             if counted_in is not None:
-                self._clipper.follow(released.pop())
+                self._clipper.follow(released.tensors[-1][-1:].clone())
             self._gradients.released()
             self._steady.released()
-            means = divided(released, self.plan.batch_size, self._sums.shaped_like)
+            means = released.divided(self.plan.batch_size, self._sums.shapes, self._sums.dtype)
             for p, mean in zip(params.values(), means, strict=True):
                 self._team.give(p, mean)
 

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import takewhile
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ..factors.limits import Unit
-from ..graph.read.saved import viewed
 from ..kernels.library import end_to_end
 from ..reductions import Clipping
 
 
-@dataclass(frozen=True)
-class Whole:
+class Whole(NamedTuple):
     """Whole ``numbers`` of a unit, of its dtype. Complex numbers are pairs."""
 
     numbers: Tensor
@@ -36,42 +35,61 @@ class Whole:
 
 @dataclass(frozen=True)
 class Line:
-    """Sums in float64, of one dim each, put end to end: those that were in float64 before are parts of one tensor."""
+    """Sums in float64, put end to end in tensors of one dim, as few as there are."""
 
-    tensors: Sequence[Tensor]  # as few as there are
-    parts: list[Tensor]  # one for each sum
+    tensors: list[Tensor]
+    sizes: Sequence[Sequence[int]]  # of the sums in each tensor
 
     @classmethod
     def of(cls, sums: Sequence[Whole], grid: float | None) -> Line:
-        """`Whole.on_grid` of all; may overwrite the numbers."""
-        ready = [whole for whole in sums if whole.numbers.dtype == torch.float64]
-        others = [whole.on_grid(grid).view(-1) for whole in sums if whole.numbers.dtype != torch.float64]
-        if not ready or len({whole.numbers.device for whole in ready}) > 1 or ready[-1] is not sums[len(ready) - 1]:
-            parts = [whole.on_grid(grid).view(-1) for whole in sums]
-            return cls(parts, parts)
+        """`Whole.on_grid` of all: those that are in float64 already in one tensor. May overwrite the numbers."""
+        ready = list(takewhile(lambda whole: whole.numbers.dtype == torch.float64, sums))
+        if len({whole.numbers.device for whole in ready}) != 1:
+            ready = []
+        others = [whole.on_grid(grid).view(-1) for whole in sums[len(ready) :]]
+        alone = [[len(numbers)] for numbers in others]
+        if not ready:
+            return cls(others, alone)
+        sizes = [whole.numbers.numel() for whole in ready]
         joined = end_to_end([whole.numbers for whole in ready])
-        pieces = joined.split([whole.numbers.numel() for whole in ready])
         if len({whole.unit.exponent for whole in ready}) == 1:
             joined.mul_(ready[0].unit.size)
         else:
-            for piece, whole in zip(pieces, ready, strict=True):
+            for piece, whole in zip(joined.split(sizes), ready, strict=True):
                 piece.mul_(whole.unit.size)
-        return cls([joined, *others], [*pieces, *others])
+        return cls([joined, *others], [sizes, *alone])
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """One tensor of one dim for each sum, which share memory with this."""
+        return [part for t, sizes in zip(self.tensors, self.sizes, strict=True) for part in t.split(list(sizes))]
+
+    def divided(self, divisor: float, shapes: Iterable[Shape], dtype: torch.dtype) -> list[Tensor]:
+        """Sums over a number, of these shapes and that dtype; those of further shapes are left out.
+
+        The sums may be overwritten.
+        """
+        found, left = [], iter(shapes)
+        for t, sizes in zip(self.tensors, self.sizes, strict=True):
+            mean = t.div_(divisor).to(dtype)
+            start = mean.storage_offset()
+            for size, shape in zip(sizes, left, strict=False):
+                found.append(mean.as_strided(shape.dims, shape.strides, start))
+                start += size
+        return found
 
 
-def divided(sums: Sequence[Tensor], divisor: float, params: Sequence[Tensor]) -> list[Tensor]:
-    """Sums in float64 over a number, like the parameters in shape, and in dtype if that is float32 for all.
+class Shape(NamedTuple):
+    """Of a sum: that of its parameter, where complex numbers are pairs."""
 
-    Complex numbers are pairs. The sums may be overwritten.
-    """
-    whole = viewed(sums[0])
-    if whole is None or whole.numel() != sum([t.numel() for t in sums]) or any(viewed(t) is not whole for t in sums):
-        return [t.div_(divisor).view(*p.shape, *[2] * p.is_complex()) for t, p in zip(sums, params, strict=True)]
-    whole.div_(divisor)
-    if all(p.dtype == torch.float32 for p in params):
-        sums = whole.view(-1).to(torch.float32).split([t.numel() for t in sums])
-        return [t.view(p.shape) for t, p in zip(sums, params, strict=True)]
-    return [t.view(*p.shape, *[2] * p.is_complex()) for t, p in zip(sums, params, strict=True)]
+    dims: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, p: Tensor) -> Shape:
+        """Of a parameter's sum, without gaps."""
+        dims = (*p.shape, 2) if p.is_complex() else tuple(p.shape)
+        return cls(dims, torch.empty(dims, device="meta").stride())
 
 
 class Clipped(Protocol):
@@ -98,7 +116,8 @@ class Sums:
 
     def __init__(self, params: Mapping[str, Tensor]) -> None:
         self._params = params  # those of this process, of the shapes that sums have
-        self.shaped_like = list(params.values())
+        self.shapes = [Shape.of(p) for p in params.values()]
+        self.dtype = torch.float32 if all(p.dtype == torch.float32 for p in params.values()) else torch.float64
         self.clear()
 
     def clear(self) -> None:
@@ -124,11 +143,10 @@ class Sums:
     def take(self, units: Mapping[str, Unit], counted_in: Unit | None) -> list[Whole]:
         """The sums in the parameters' order, and the count if the clip asks for one; zeros where nothing came."""
         wholes = []
-        for name, p in self._params.items():
+        for (name, p), shape in zip(self._params.items(), self.shapes, strict=True):
             numbers = self._sums.pop(name, None)
             if numbers is None:
-                shape = (*p.shape, 2) if p.is_complex() else p.shape
-                numbers = torch.zeros(shape, dtype=units[name].dtype, device=p.device)
+                numbers = torch.zeros(shape.dims, dtype=units[name].dtype, device=p.device)
             wholes.append(Whole(numbers, units[name]))
         if counted_in is not None:
             device = wholes[0].numbers.device if wholes else None
