@@ -74,7 +74,8 @@ def whole_sums(run: dp.Private, batch: Any, padding: int = 0) -> dict[str, Tenso
 
     assert run._compiled is not None
     part = BatchPart(0, len(batch[0]), True, padding=padding)
-    return dict(run._compiled.sums(Given(batch, {}), part, run._clipper, run._physical, varies=True).sums)
+    found = run._compiled.sums(Given(batch, {}), part, run._clipper, run._physical, varies=True)
+    return run._sums._parted(found.line)
 
 
 def extreme() -> tuple[Tensor, Tensor]:

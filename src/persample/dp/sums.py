@@ -38,7 +38,6 @@ class Line:
     """Sums in float64, put end to end in tensors of one dim, as few as there are."""
 
     tensors: list[Tensor]
-    sizes: Sequence[Sequence[int]]  # of the sums in each tensor
 
     @classmethod
     def of(cls, sums: Sequence[Whole], grid: float | None) -> Line:
@@ -47,36 +46,34 @@ class Line:
         if len({whole.numbers.device for whole in ready}) != 1:
             ready = []
         others = [whole.on_grid(grid).view(-1) for whole in sums[len(ready) :]]
-        alone = [[len(numbers)] for numbers in others]
         if not ready:
-            return cls(others, alone)
-        sizes = [whole.numbers.numel() for whole in ready]
+            return cls(others)
         joined = end_to_end([whole.numbers for whole in ready])
         if len({whole.unit.exponent for whole in ready}) == 1:
             joined.mul_(ready[0].unit.size)
         else:
-            for piece, whole in zip(joined.split(sizes), ready, strict=True):
+            for piece, whole in zip(joined.split([whole.numbers.numel() for whole in ready]), ready, strict=True):
                 piece.mul_(whole.unit.size)
-        return cls([joined, *others], [sizes, *alone])
-
-    @property
-    def parts(self) -> list[Tensor]:
-        """One tensor of one dim for each sum, which share memory with this."""
-        return [part for t, sizes in zip(self.tensors, self.sizes, strict=True) for part in t.split(list(sizes))]
+        return cls([joined, *others])
 
     def divided(self, divisor: float, shapes: Iterable[Shape], dtype: torch.dtype) -> list[Tensor]:
-        """Sums over a number, of these shapes and that dtype; those of further shapes are left out.
-
-        The sums may be overwritten.
-        """
-        found, left = [], iter(shapes)
-        for t, sizes in zip(self.tensors, self.sizes, strict=True):
-            mean = t.div_(divisor).to(dtype)
-            start = mean.storage_offset()
-            for size, shape in zip(sizes, left, strict=False):
-                found.append(mean.as_strided(shape.dims, shape.strides, start))
-                start += size
+        """The first sums over a number, of these shapes and that dtype. The sums may be overwritten."""
+        found, waiting = [], iter([t.div_(divisor).to(dtype) for t in self.tensors])
+        mean = next(waiting)
+        start, end = _place(mean)
+        for shape in shapes:
+            while shape.size and start == end:
+                mean = next(waiting)
+                start, end = _place(mean)
+            found.append(mean.as_strided(shape.dims, shape.strides, start))
+            start += shape.size
         return found
+
+
+def _place(t: Tensor) -> tuple[int, int]:
+    """Where a tensor without gaps begins and ends in its memory."""
+    start = t.storage_offset()
+    return int(start), int(start + t.numel())
 
 
 class Shape(NamedTuple):
@@ -84,12 +81,20 @@ class Shape(NamedTuple):
 
     dims: tuple[int, ...]
     strides: tuple[int, ...]
+    size: int
 
     @classmethod
     def of(cls, p: Tensor) -> Shape:
         """Of a parameter's sum, without gaps."""
         dims = (*p.shape, 2) if p.is_complex() else tuple(p.shape)
-        return cls(dims, torch.empty(dims, device="meta").stride())
+        return cls(dims, torch.empty(dims, device="meta").stride(), math.prod(dims))
+
+
+class Joined(NamedTuple):
+    """The sums of parameters of these names, end to end."""
+
+    names: tuple[str, ...]
+    numbers: Tensor
 
 
 class Clipped(Protocol):
@@ -107,6 +112,14 @@ class Clipped(Protocol):
     def weighed_down(self) -> float:
         """The share of its samples that have a weight below one."""
 
+    @property
+    def line(self) -> Joined | None:
+        """All sums, if they come together."""
+
+
+class Taken(Clipped, Protocol):
+    """The same, where sums are taken one by one."""
+
     def take(self, name: str) -> Tensor | None:
         """A parameter's sum, once; None for zero."""
 
@@ -118,39 +131,76 @@ class Sums:
         self._params = params  # those of this process, of the shapes that sums have
         self.shapes = [Shape.of(p) for p in params.values()]
         self.dtype = torch.float32 if all(p.dtype == torch.float32 for p in params.values()) else torch.float64
+        self._in_one_place = tuple(params) if len({p.device for p in params.values()}) == 1 else None
         self.clear()
 
     def clear(self) -> None:
         """Forget the parts so far."""
         self._sums: dict[str, Tensor] = {}
+        self._line: Joined | None = None  # or all of them together
         self._count: Tensor | None = None
 
-    def add(self, clipped: Clipped, count: Tensor | None) -> float:
+    def add(self, clipped: Clipped | Taken, count: Tensor | None) -> float:
         """One more part; returns the share of its samples that were weighed down."""
-        for name in self._params:
-            part = clipped.take(name)
-            if part is not None:
-                self._sums[name] = part.contiguous() if name not in self._sums else self._sums[name].add_(part)
+        line = clipped.line
+        if line is not None and self.are_empty:
+            self._line = line
+        elif line is not None and self._line is not None and line.names == self._line.names:
+            self._line.numbers.add_(line.numbers)
+        else:
+            self._part_line()
+            parts = clipped.take if line is None else self._parted(line).get  # type: ignore[union-attr]
+            for name in self._params:
+                if (part := parts(name)) is not None:
+                    self._sums[name] = part.contiguous() if name not in self._sums else self._sums[name].add_(part)
         if count is not None:
             self._count = count if self._count is None else self._count + count
         return clipped.weighed_down
 
+    def _part_line(self) -> None:
+        """Hold sums by name."""
+        if self._line is not None:
+            self._sums, self._line = self._parted(self._line), None
+
+    def _parted(self, line: Joined) -> dict[str, Tensor]:
+        shapes = dict(zip(self._params, self.shapes, strict=True))
+        parts = line.numbers.split([shapes[name].size for name in line.names])
+        return {
+            name: part.view(shapes[name].dims).to(self._params[name].device)
+            for name, part in zip(line.names, parts, strict=True)
+        }
+
     @property
     def are_empty(self) -> bool:
         """Whether no parameter was reached by any part so far."""
-        return not self._sums
+        return not self._sums and (self._line is None or not self._line.names)
 
     def take(self, units: Mapping[str, Unit], counted_in: Unit | None) -> list[Whole]:
-        """The sums in the parameters' order, and the count if the clip asks for one; zeros where nothing came."""
+        """The sums in the parameters' order, and the count if the clip asks for one; zeros where nothing came.
+
+        Sums that have come together, in one unit, stay so.
+        """
         wholes = []
-        for (name, p), shape in zip(self._params.items(), self.shapes, strict=True):
-            numbers = self._sums.pop(name, None)
-            if numbers is None:
-                numbers = torch.zeros(shape.dims, dtype=units[name].dtype, device=p.device)
-            wholes.append(Whole(numbers, units[name]))
+        if (
+            self._line is not None
+            and self._line.names == self._in_one_place
+            and len({u.exponent for u in units.values()}) == 1
+        ):
+            wholes.append(Whole(self._line.numbers, units[self._line.names[0]]))
+        else:
+            self._part_line()
+            wholes += [
+                self._whole(name, shape, units[name]) for name, shape in zip(self._params, self.shapes, strict=True)
+            ]
         if counted_in is not None:
             device = wholes[0].numbers.device if wholes else None
             count = torch.zeros(1, dtype=torch.int64, device=device) if self._count is None else self._count
             wholes.append(Whole(count, counted_in))
         self.clear()
         return wholes
+
+    def _whole(self, name: str, shape: Shape, unit: Unit) -> Whole:
+        numbers = self._sums.pop(name, None)
+        if numbers is None:
+            numbers = torch.zeros(shape.dims, dtype=unit.dtype, device=self._params[name].device)
+        return Whole(numbers, unit)

@@ -50,7 +50,7 @@ class Several(Team):
                 totals = [Whole(part, whole.unit) for part, whole in zip(line.split(sizes), sums, strict=True)]
                 torch.cat(add_noise(totals, stream).tensors, out=noisy)
             dist.broadcast(noisy, group=self._ranks.group, group_src=0)
-        return Line([noisy], [sizes])
+        return Line([noisy])
 
     @contextmanager
     def together(self, alike: Alike) -> Iterator[None]:
@@ -192,7 +192,7 @@ class Shards(Several):
         if not sums[own:]:
             return noisy
         others = self._noisy_total(sums[own:], add_noise, self.size)
-        return Line([*noisy.tensors, *others.tensors], [*noisy.sizes, *others.sizes])
+        return Line([*noisy.tensors, *others.tensors])
 
     def states(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
@@ -236,6 +236,10 @@ class _Scattered:
     @property
     def weighed_down(self) -> float:
         return self.sums.weighed_down
+
+    @property
+    def line(self) -> None:
+        return None
 
     def take(self, name: str) -> Tensor:
         p, total = self.params[name], self.sums.take(name)
