@@ -30,7 +30,6 @@ class Binding:
         self._census = Census(model)
         self.params = trainable(model)
         check_optimizer(optimizer, self.params, set(self._census.named().values()))
-        self.size = sum(p.numel() * (2 if p.is_complex() else 1) for p in self.params.values())  # in real numbers
         self._facts: list[object] = []  # with which all was well
         self._clip = clipper.describe()
 

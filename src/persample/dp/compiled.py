@@ -180,6 +180,8 @@ def _with_some(found: CertifiedSums, some: ExactSums, which: Tensor) -> Certifie
 
 
 def _first_of(clipping: Clipping, counting: int) -> Clipping:
+    if len(listed(clipping.norms)[0]) == counting:
+        return clipping
     norms, weights = (_each(lambda t: t[:counting], tree) for tree in clipping)
     return Clipping(norms, weights, clipping.dropped, clipping.sensitivity)
 
@@ -197,8 +199,9 @@ class BatchSums:
     def of(cls, found: CertifiedSums, counting: int) -> BatchSums:
         """Of all samples that count."""
         clipping, asked = (_first_of(c, counting) for c in (found.clipping, found.asked))
-        below = torch.stack([w < 1 for w in listed(clipping.weights)]).any(0)
-        return cls(Joined(found.names, found.line), clipping, asked, float(below.sum()) / max(counting, 1))
+        first, *others = [w < 1 for w in listed(clipping.weights)]
+        below = int(sum(others, first).count_nonzero()) if counting else 0
+        return cls(Joined(found.names, found.line), clipping, asked, below / max(counting, 1))
 
 
 def _open(batch: Any, size: int) -> None:

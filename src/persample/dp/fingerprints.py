@@ -60,16 +60,20 @@ class Taker:
     def _group(self) -> None:
         tensors, kinds = self.tensors, dict[tuple[object, ...], list[str]]()
         for name, t in tensors.items():
-            kinds.setdefault((t.device, t.dtype, t.is_contiguous()) if _is_small(t) else (name,), []).append(name)
-        groups = [(names, *_ends([tensors[name] for name in names])) for names in kinds.values()]
-        self._groups = [group for group in groups if not _is_copied(group[1][0])]
-        self._copied = [
-            (names, [t.detach().view(-1) for t in few], ends) for names, few, ends in groups if _is_copied(few[0])
-        ]
+            kinds.setdefault((t.device, t.dtype, _is_here(t)) if _is_small(t) else (name,), []).append(name)
+        every = [(names, *_ends([tensors[name] for name in names])) for names in kinds.values()]
+        self._groups = [group for group in every if not _is_here(group[1][0])]
+        self._copied, self._summed = list[tuple[list[str], list[Tensor], Tensor]](), dict[str, Any]()
+        for names, few, ends in every:
+            if _is_here(few[0]) and _is_small(few[0]):
+                self._copied.append((names, [t.detach().view(-1) for t in few], ends))
+            elif _is_here(few[0]):
+                self._summed[names[0]] = few[0].detach().view(-1).view(_WHOLE[few[0].dtype]).numpy()
+        self._here = [t for t in tensors.values() if _is_here(t)]
         self._places, self._sizes = self._where(), [t.numel() for t in tensors.values()]
 
     def _where(self) -> list[int]:
-        return [t.data_ptr() for names, _, _ in self._copied for t in map(self.tensors.__getitem__, names)]
+        return [t.data_ptr() for t in self._here]
 
     def take(self) -> Taken:
         """One number for each of the tensors as they are now."""
@@ -78,6 +82,9 @@ class Taker:
             self._group()
         with torch.no_grad():
             copies = [Copy(names, torch.cat(flat), ends) for names, flat, ends in self._copied]
+            if self._summed:
+                sums = torch.tensor([np.add.reduce(bits, dtype=bits.dtype).item() for bits in self._summed.values()])
+                lines[sums.device] = list(self._summed), [sums]
             for names, tensors, ends in self._groups:
                 numbers = _bits_of_many(tensors, ends) if len(names) > 1 else _bits(tensors[0].detach()).unsqueeze(0)
                 known, each = lines.setdefault(numbers.device, ([], []))
@@ -96,16 +103,15 @@ def _ends(tensors: list[Tensor]) -> tuple[list[Tensor], Tensor]:
 _ORDINARY = {Tensor, nn.Parameter}
 _WHOLE = {torch.float32: torch.int32, torch.float64: torch.int64}
 _SMALL = 2**13  # elements, below which one call for many tensors costs less than one for each
-_SMALL_HERE = 2**15  # the same on the CPU
 
 
 def _is_small(t: Tensor) -> bool:
-    most = _SMALL_HERE if t.device.type == "cpu" else _SMALL
-    return type(t) in _ORDINARY and t.dtype in _WHOLE and t.numel() <= most
+    return type(t) in _ORDINARY and t.dtype in _WHOLE and t.numel() <= _SMALL
 
 
-def _is_copied(t: Tensor) -> bool:
-    return _is_small(t) and t.device.type == "cpu" and t.is_contiguous()
+def _is_here(t: Tensor) -> bool:
+    """Are its numbers on the CPU, one after another? A view of them then stays right while they lie there."""
+    return type(t) in _ORDINARY and t.dtype in _WHOLE and t.device.type == "cpu" and t.is_contiguous()
 
 
 def _bits_of_many(tensors: Sequence[Tensor], ends: Tensor) -> Tensor:
