@@ -15,7 +15,7 @@ from typing import Any
 import safetensors.torch
 
 from persample import dp
-from persample.dp import private as module
+from persample.dp import mechanism as module
 from persample.dp.journal import Journal
 from tests.dp.helpers import dataset, losses_of, network, plan, private
 

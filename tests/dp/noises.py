@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from persample import dp
-from persample.dp import private as module
+from persample.dp import mechanism as module
 from tests.dp.helpers import dataset, losses_of, network, plan, private
 
 

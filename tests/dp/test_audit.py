@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import persample as ps
 from persample import dp
-from persample.dp import audit, clips, private, sampling
+from persample.dp import audit, clips, mechanism, private, sampling
 
 CANARIES, GUESSES, DELTA, LENGTH = 100_000, 2000, 5e-6, 10.0
 SETTINGS = {"every step": (1.0, 4, 2.8), "half of the steps": (0.5, 8, 2.8)}  # rate, steps, noise multiplier
@@ -90,9 +90,9 @@ def chance(scores: Tensor, guesses: int, right: int) -> float:
 
 
 def halve_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = private.Scale
+    real = mechanism.Scale
     monkeypatch.setattr(
-        private, "Scale", lambda **k: replace(real(**k), noise_multiplier=real(**k).noise_multiplier / 2)
+        mechanism, "Scale", lambda **k: replace(real(**k), noise_multiplier=real(**k).noise_multiplier / 2)
     )
 
 
@@ -103,7 +103,7 @@ def forget_clipping(monkeypatch: pytest.MonkeyPatch) -> None:
 def forget_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everybody in every batch, though epsilon is for half of the steps."""
     monkeypatch.setattr(sampling, "poisson", lambda plan, source, step: list(range(plan.examples)))
-    for module in (sampling, private):
+    for module in (sampling, private, mechanism):
         monkeypatch.setattr(module, "most_samples", lambda plan: plan.examples)  # which would be refused
 
 

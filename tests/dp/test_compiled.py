@@ -74,7 +74,8 @@ def whole_sums(run: dp.Private, batch: Any, padding: int = 0) -> dict[str, Tenso
 
     assert run._compiled is not None
     part = BatchPart(0, len(batch[0]), True, padding=padding)
-    return dict(run._compiled.sums(Given(batch, {}), part, run._clipper, run._physical, varies=True).sums)
+    found = run._compiled.sums(Given(batch, {}), part, run._clipper, run._physical, varies=True)
+    return run._mechanism.sums._parted(found.line)
 
 
 def extreme() -> tuple[Tensor, Tensor]:
@@ -103,7 +104,7 @@ def test_what_a_sample_adds_does_not_depend_on_others(name: str) -> None:
     x, y = extreme()
     every = whole_sums(run, (x, y))
     bound = run._clipper.sensitivity()
-    units = run._exactly().units_for(dict(model.named_parameters()))
+    units = run._mechanism.exactly().units_for(dict(model.named_parameters()))
     added = {name: torch.zeros_like(t) for name, t in every.items()}
     for one in range(len(x)):
         without = x.clone()

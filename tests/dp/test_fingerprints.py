@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from persample.dp.fingerprints import alike, of_settings, of_tensors, summary
+from persample.dp.fingerprints import Taker, alike, changed, of_settings, of_tensors, same, summary
 
 TENSORS: dict[str, Tensor] = {
     "float32": torch.randn(5, 3),
@@ -43,6 +43,33 @@ def test_the_last_bit_counts() -> None:
     before = of_tensors({"t": t})
     t[500] = torch.nextafter(t[500], torch.tensor(2.0))
     assert of_tensors({"t": t}) != before
+
+
+SIZES = {"small": 10, "large": 2**14}
+
+
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("way", ["in place", "other memory", "fewer"])
+def test_what_has_changed_is_named(size: int, way: str) -> None:
+    tensors = {name: torch.nn.Parameter(torch.randn(size)) for name in "abc"}
+    taker = Taker(tensors)
+    before = taker.take()
+    assert same(before, taker.take())
+    if way == "in place":
+        tensors["b"].data[3] += 1
+    else:
+        tensors["b"].data = torch.randn(size) if way == "other memory" else tensors["b"].data[: size // 2]
+    assert changed(before, taker.take()) == ["b"]
+    assert not same(before, taker.take())
+    assert changed(before, Taker({"c": tensors["c"], "d": tensors["a"]}).take()) == ["d"]
+
+
+def test_small_tensors_are_compared_value_by_value() -> None:
+    tensors = {"a": torch.arange(4.0), "b": torch.ones(2)}
+    taker = Taker(tensors)
+    before = taker.take()
+    tensors["a"][0], tensors["a"][1] = 1.0, 0.0
+    assert changed(before, taker.take()) == ["a"]
 
 
 def test_nothing_to_compare() -> None:

@@ -18,7 +18,7 @@ from torch import nn
 
 import persample as ps
 from persample import dp
-from persample.dp import private as module
+from persample.dp import mechanism as module
 from tests.dp.helpers import dataset, flat, losses_of, network, plan, private
 from tests.dp.noises import advance, distinct, drawn, noisy_run, said_by_child
 from tests.models import mlp
@@ -136,7 +136,7 @@ def test_a_part_that_was_interrupted_is_not_added_again() -> None:
     trained, whole = private(plan_=clean), private(plan_=clean)
     whole.backward(losses_of(whole._model, next(whole.batches(dataset()))))
     most = torch.cat([p.grad.flatten() for p in whole._model.parameters() if p.grad is not None])
-    add, errors = trained._sums.add, iter([KeyboardInterrupt])
+    add, errors = trained._mechanism.sums.add, iter([KeyboardInterrupt])
 
     def interrupted_once(*args: Any) -> float:
         clipped = add(*args)
@@ -144,7 +144,7 @@ def test_a_part_that_was_interrupted_is_not_added_again() -> None:
             raise error
         return clipped
 
-    trained._sums.add = interrupted_once  # type: ignore[method-assign]
+    trained._mechanism.sums.add = interrupted_once  # type: ignore[method-assign]
     for batch in trained.batches(dataset(), physical_batch_size=30):
         for _ in range(2):
             with contextlib.suppress(KeyboardInterrupt, dp.PrivacyError):

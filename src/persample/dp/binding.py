@@ -30,13 +30,16 @@ class Binding:
         self._census = Census(model)
         self.params = trainable(model)
         check_optimizer(optimizer, self.params, set(self._census.named().values()))
-        self.size = sum(p.numel() * (2 if p.is_complex() else 1) for p in self.params.values())  # in real numbers
         self._facts: list[object] = []  # with which all was well
         self._clip = clipper.describe()
 
-    def check(self) -> None:
-        """Refuse, by name, what has changed."""
-        every = self._census.named()
+    def every(self) -> Mapping[str, Tensor]:
+        """All parameters that the model has now, frozen ones included."""
+        return self._census.named()
+
+    def check(self) -> Mapping[str, Tensor]:
+        """Refuse, by name, what has changed; returns `every`."""
+        every = self.every()
         optimized = [p for group in self._optimizer.param_groups for p in group["params"]]
         facts = [*every.values(), None, *optimized, None, *[p.requires_grad for p in every.values()]]
         if len(facts) != len(self._facts) or not all(map(is_, facts, self._facts)):
@@ -45,6 +48,7 @@ class Binding:
         else:
             refuse_hooks(self.params)
         self._check_clip()
+        return every
 
     def _check_parameters(self, every: Mapping[str, Tensor]) -> None:
         now = named(every)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import is_
 
 from torch import Tensor, nn
@@ -16,38 +16,34 @@ class Census:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._seen: list[object] = []
+        self._modules: list[nn.Module] = []  # all that there are; none if one has its own way to name parameters
+        self._held: list[object] = []  # what they hold
         self._named: dict[str, Tensor] = {}
 
     def named(self) -> Mapping[str, Tensor]:
         """All parameters that the model has now, each once: the same object as before, if nothing has changed."""
-        seen = _seen(self._model)
-        if seen is None or len(seen) != len(self._seen) or not all(map(is_, seen, self._seen)):
-            self._named, self._seen = dict(self._model.named_parameters()), seen or []
+        held = _held_by(self._modules)
+        if not held or len(held) != len(self._held) or not all(map(is_, held, self._held)):
+            self._named, self._modules = dict(self._model.named_parameters()), list(self._model.modules())
+            self._held = _held_by(self._modules)
         return owners(self._named)
 
 
-def _seen(model: nn.Module) -> list[object] | None:
-    """Modules and parameters with their names, in a fixed order; None if a module has its own way to name them.
+def _held_by(modules: Sequence[nn.Module]) -> list[object]:
+    """Parameters and modules that these hold, with their names; nothing if one has its own way to name them.
 
-    What is seen is held on to: another object cannot come to lie in its place.
+    Where all modules of a model hold what they held before, there are no others. What is found is held on to: another
+    object cannot come to lie in its place.
     """
     found: list[object] = []
-    waiting, known = [model], set[int]()
-    while waiting:
-        module = waiting.pop()
-        if id(module) in known:
-            continue
-        if not is_usual(module):
-            return None
-        known.add(id(module))
-        parameters, modules = own(module)
+    for module in modules:
+        parameters, children = own(module)
         if parameters:
-            found += parameters.keys()
+            found.append(module)
+            found += parameters
             found += parameters.values()
-        if modules:
-            found += modules.keys()
-            children = [child for child in modules.values() if child is not None]
+        if children:
+            found.append(module)
             found += children
-            waiting += children
-    return found
+            found += children.values()
+    return found if all(map(is_usual, {type(module): module for module in modules}.values())) else []

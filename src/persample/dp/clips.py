@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from operator import is_
 from typing import Any, Literal
 
 import torch
@@ -97,6 +98,7 @@ class Fixed(Clipper):
 
     def __init__(self, clip: ClippedSum, params: Mapping[str, Tensor]) -> None:
         self._clip, self._params = clip, params
+        self._known: tuple[list[object], dict[str, Any]] = [], {}  # the clip's settings, and how they are described
         if clip.sensitivity_for(len(params)) == math.inf:
             raise ValueError(
                 "a ClippedSum with weights has to state its sensitivity, or noise cannot be scaled: "
@@ -126,6 +128,15 @@ class Fixed(Clipper):
             )
 
     def describe(self) -> dict[str, Any]:
+        facts = list(vars(self._clip).values())
+        plain = isinstance(self._clip.max_norm, float) and isinstance(self._clip.per, str | None)  # others may change
+        known, described = self._known
+        if not plain or len(facts) != len(known) or not all(map(is_, facts, known)):
+            described = self._described()
+            self._known = facts, described
+        return described
+
+    def _described(self) -> dict[str, Any]:
         clip = self._clip
         groups = Groups.of(clip.per, Call(self._params, 0, _NO_DEVICE, dict))
         groups.check_partition()

@@ -21,7 +21,7 @@ from ..compiled.compilers import open_batch
 from ..compiled.region import Call, State
 from ..compiled.step import Asked, CompiledStep
 from ..reductions import ClippedSum, Clipping
-from ..reductions.certified import NOMINAL, CertifiedClippedSum, CertifiedSums, ExactClippedSumOfSome
+from ..reductions.certified import NOMINAL, CertifiedClippedSum, CertifiedSums, ExactClippedSumOfSome, put_end_to_end
 from ..reductions.exact import ExactClippedSum, ExactSums
 from ..reductions.groups import listed
 from ..trees import leaves
@@ -29,6 +29,7 @@ from ..verbs import reduce
 from .clips import Clipper
 from .given import Given, check_count
 from .sampling import BatchPart
+from .sums import Joined
 
 _MOST_BUILDS = 32  # before the eager engine answers whatever has not been built
 
@@ -138,10 +139,11 @@ class CompiledSums(CompiledStep):
 def _of_exact(found: ExactSums, task: Task, params: Any) -> CertifiedSums:
     """What the eager engine has computed, in the form of a graph's answer: padding has the numbers of no sample."""
     sums = {name: total for name in params if (total := found.take(name)) is not None}
+    device = listed(found.clipping.norms)[0].device
     clipping, asked = (_padded(c, task.padding) for c in (found.clipping, found.asked))
-    added = torch.ones(task.size, dtype=torch.bool, device=listed(clipping.norms)[0].device)
+    added = torch.ones(task.size, dtype=torch.bool, device=device)
     added[task.size - task.padding :] = False
-    return CertifiedSums(sums, clipping, asked, added)
+    return CertifiedSums(tuple(sums), put_end_to_end(list(sums.values()), device), clipping, asked, added)
 
 
 def _padded(clipping: Clipping, padding: int) -> Clipping:
@@ -163,7 +165,10 @@ def _each(change: Callable[..., Tensor], *trees: Any) -> Any:
 
 def _with_some(found: CertifiedSums, some: ExactSums, which: Tensor) -> CertifiedSums:
     """A graph's answer, with samples that it has left out."""
-    sums = {name: total if (more := some.take(name)) is None else total + more for name, total in found.sums.items()}
+    more = [some.take(name) for name in found.names]
+    sums = [t for t in more if t is not None]
+    assert len(sums) in (0, len(more))  # the same losses reach the same parameters
+    line = found.line + put_end_to_end(sums, found.line.device) if sums else found.line
     dropped = which[list(some.clipping.dropped)].tolist()
 
     def filled(ours: Clipping, theirs: Clipping) -> Clipping:
@@ -173,10 +178,12 @@ def _with_some(found: CertifiedSums, some: ExactSums, which: Tensor) -> Certifie
         return Clipping(norms, weights, dropped)
 
     clipping, asked = filled(found.clipping, some.clipping), filled(found.asked, some.asked)
-    return CertifiedSums(sums, clipping, asked, found.added.index_fill(0, which, True))
+    return CertifiedSums(found.names, line, clipping, asked, found.added.index_fill(0, which, True))
 
 
 def _first_of(clipping: Clipping, counting: int) -> Clipping:
+    if len(listed(clipping.norms)[0]) == counting:
+        return clipping
     norms, weights = (_each(lambda t: t[:counting], tree) for tree in clipping)
     return Clipping(norms, weights, clipping.dropped)
 
@@ -185,7 +192,7 @@ def _first_of(clipping: Clipping, counting: int) -> Clipping:
 class BatchSums:
     """The sums of a batch, and how they came about."""
 
-    sums: dict[str, Tensor]
+    line: Joined
     clipping: Clipping
     asked: Clipping
     weighed_down: float
@@ -194,12 +201,9 @@ class BatchSums:
     def of(cls, found: CertifiedSums, counting: int) -> BatchSums:
         """Of all samples that count."""
         clipping, asked = (_first_of(c, counting) for c in (found.clipping, found.asked))
-        below = torch.stack([w < 1 for w in listed(clipping.weights)]).any(0)
-        return cls(found.sums, clipping, asked, float(below.sum()) / max(counting, 1))
-
-    def take(self, name: str) -> Tensor | None:
-        """A parameter's sum, once; None for zero."""
-        return self.sums.pop(name, None)
+        first, *others = [w < 1 for w in listed(clipping.weights)]
+        below = int(sum(others, first).count_nonzero()) if counting else 0
+        return cls(Joined(found.names, found.line), clipping, asked, below / max(counting, 1))
 
 
 def _open(batch: Any, size: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from os import PathLike
 from typing import Any
@@ -10,10 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..factors.limits import Unit
 from ..graph.read.compiled import break_graph
 from ..reductions import ClippedSum
-from ..reductions.exact import ExactClippedSum
 from .binding import Binding, mark, trainable
 from .books import Books
 from .clips import Clip, clipper
@@ -24,7 +22,7 @@ from .given import Given
 from .gradients import Gradients
 from .guard import Guard
 from .ledger import Ledger
-from .noise import Scale, add_noise
+from .mechanism import Mechanism
 from .plan import Plan
 from .records import Spent, Step
 from .releases import Copied, Releases
@@ -33,7 +31,7 @@ from .sampling import BatchPart, Sampler, check_data, loader, most_samples
 from .sources import make_source
 from .state import Checkpoint, load, read
 from .steady import Steady
-from .sums import Clipped, Line, Sums, Whole, divided
+from .sums import Clipped
 from .team import Team
 from .teams import team_of
 from .world import World
@@ -103,13 +101,12 @@ class Private:
         self._source = make_source(secure, seed, self._team.agree, self._binding.setup(plan))
         self._ledger, self._releases = Ledger(plan), Releases()
         self._guard = Guard(model, check_every if self._team.reruns else 0)
-        self._steady = Steady(model)
+        self._steady = Steady()
         self._gradients = Gradients(self, model, optimizer, params, after_step=self._after_step)
-        self._sums = Sums({name: self._team.own(p) for name, p in params.items()})
+        self._mechanism = Mechanism(plan, self._clipper, self._team, self._binding.params)
         self._compiled = None if compile is None else self._compile(compile, backend)
         self._physical = most_samples(plan)  # how many samples there may be in a part of a batch
         self._part: BatchPart | None = None  # yielded, and not stepped yet
-        self._known_units: tuple[float | None, Mapping[str, Unit]] | None = None  # and the bound that they are for
         self._marked = 0
         self._warned = False  # of earlier runs
         self._calls = 0  # of batches()
@@ -187,7 +184,7 @@ class Private:
         self._calls += 1
         self._part = None
         self._physical = min(most_samples(self.plan), physical_batch_size or most_samples(self.plan))
-        self._sums.clear()
+        self._mechanism.sums.clear()
         count = self._ledger.left if steps is None else min(steps, self._ledger.left)
         sampler = Sampler(self.plan, self._source, self._team, self._ledger.steps, count, physical_batch_size)
         loaded = loader(data, sampler, {"collate_fn": collate_fn, "num_workers": num_workers, **options})
@@ -211,16 +208,16 @@ class Private:
             )
 
     def _expect(self, part: BatchPart) -> None:
-        self._part, self._marked = part, mark()
+        self._part, self._marked = part, mark() if self._compiled is None else 0
         self._gradients.begin()
-        self._steady.watch()
+        self._steady.watch(self._binding.every())
         self._guard.watch(part.step)
 
     def _after_step(self) -> None:
         """If a batch waits, the optimizer has applied the gradients of the one before."""
         self._steady.stepped()
         if self._part is not None:
-            self._steady.watch()
+            self._steady.watch(self._binding.every())
 
     @break_graph
     def step(self, *given: Any, **options: Any) -> Step:
@@ -272,9 +269,9 @@ class Private:
         self._guard.hold()
         sums = self._of_batch(given, part)
         self._world.check()
-        self._binding.check()
+        every = self._binding.check()
         self._gradients.check(self._optimizer)
-        self._steady.check()
+        self._steady.check(every)
         self._guard.check(part.size)
         clipped, dropped = self._add(given, sums, part)
         self._part = None
@@ -298,53 +295,27 @@ class Private:
         if self._is_left_out(part):
             return 0.0, 0
         if sums is None:
-            sums = self._team.clipped(given.losses, self._binding.params, self._exactly(part.padding))
+            sums = self._mechanism.clipped(given.losses, part.padding)
         count, dropped = self._clipper.count(sums.asked), len(sums.clipping.dropped)
         self._part = None  # first: what may have been added must not be added again
-        clipped = self._sums.add(sums, count)
-        if self._sums.are_empty:
+        clipped = self._mechanism.sums.add(sums, count)
+        if self._mechanism.sums.are_empty:
             raise PrivacyError(
                 "the losses depend on none of the trainable parameters: compute them with the model that dp.Private "
                 "was given, not with a copy of it, or the step would be of noise alone"
             )
         return clipped, dropped
 
-    def _exactly(self, padding: int = 0) -> ExactClippedSum:
-        """This step's clipped sum, for as many samples as a batch may have."""
-        return ExactClippedSum(self._clipper.reduction(), most_samples(self.plan), padding)
-
-    def _units(self) -> Mapping[str, Unit]:
-        """The units of this step's sums."""
-        if self._known_units is None or self._known_units[0] != self.bound:
-            self._known_units = self.bound, self._exactly().units_for(self._binding.params)
-        return self._known_units[1]
-
     def _release(self, part: BatchPart) -> None:
         """Account, then add noise and write ``p.grad``: all of it, or nothing more until the run is resumed."""
-        params, counted_in = self._binding.params, self._clipper.counted_in
         with self._releases.one() as number:
-            sums = self._sums.take(self._units(), counted_in)
+            sums = self._mechanism.take()
             with self._team.accounting():
                 self._ledger.account(part.opens_pass)
-            scale = Scale(
-                sensitivity=self._clipper.sensitivity() * self.plan.contributions,
-                noise_multiplier=self.plan.noise,
-                size=self._binding.size + (counted_in is not None),
-            )
-
-            def noisy(sums: Sequence[Whole], stream: int = 0) -> list[Tensor]:
-                line = Line.of(sums, scale.grid if self.plan.noise else None)
-                add_noise(line.tensors, scale, self._source, number, stream)
-                return line.parts
-
-            released = self._team.release(sums, noisy)
-            if counted_in is not None:
-                self._clipper.follow(released.pop())
+            means = self._mechanism.noisy_means(sums, self._source, number)
             self._gradients.released()
             self._steady.released()
-            means = divided(released, self.plan.batch_size, self._sums.shaped_like)
-            for p, mean in zip(params.values(), means, strict=True):
-                self._team.give(p, mean)
+            self._mechanism.give(means)
 
     def state_dict(self) -> dict[str, Any]:
         """The accounts, and what they are bound to: numbers, strings, lists and dicts, no tensors.
@@ -368,7 +339,7 @@ class Private:
         self._source.nonce = self._team.agree(self._source.nonce)
         self._calls += 1
         self._part = None
-        self._sums.clear()
+        self._mechanism.sums.clear()
         self._releases.renew()
 
     def save(self, path: str | PathLike[str]) -> None:

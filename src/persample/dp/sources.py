@@ -68,7 +68,7 @@ class Seeded(Source):
         # 128-bit keys: torch.Generator would keep 32 bits of them, and steps would share streams sooner or later.
         words = [self._key, self.nonce, purpose, number, block]
         digest = hashlib.sha256(repr(words).encode()).digest()
-        return np.random.Generator(np.random.SFC64(np.random.SeedSequence(int.from_bytes(digest, "little"))))
+        return np.random.Generator(np.random.SFC64(np.random.SeedSequence(np.frombuffer(digest, "<u4"))))
 
     def uniforms(self, step: int, count: int) -> Numbers:
         return self._generator(_SAMPLING, step).random(count)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 
-from torch import nn
+from torch import Tensor
 
-from .census import Census
 from .errors import PrivacyError, PrivacyWarning
-from .fingerprints import Taken, Taker, read
+from .fingerprints import Taken, Taker, changed, same
 
 
 class Steady:
@@ -20,16 +20,15 @@ class Steady:
     user's own affair.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._census = Census(model)
+    def __init__(self) -> None:
         self._taker = Taker({})
         self._before = Taken((), {})
-        self._checked: dict[str, int] = {}  # the parameters with which the last step was made
-        self._unapplied: dict[str, int] | None = None  # the parameters for which a gradient was released
+        self._checked = Taken((), {})  # the parameters with which the last step was made
+        self._unapplied: Taken | None = None  # the parameters for which a gradient was released
 
-    def watch(self) -> None:
+    def watch(self, params: Mapping[str, Tensor]) -> None:
         """Remember the parameters: from now on none may change."""
-        self._before = self._now()
+        self._before = self._take(params)
 
     def released(self) -> None:
         """Remember that a gradient waits for the optimizer."""
@@ -39,19 +38,17 @@ class Steady:
         """The optimizer has applied the gradient."""
         self._unapplied = None
 
-    def check(self) -> None:
+    def check(self, params: Mapping[str, Tensor]) -> None:
         """Refuse, by name, what has changed; tell if nothing has since the last release, which is then lost."""
-        self._checked, now = read(self._before, self._now())
-        changed = [name for name, number in now.items() if self._checked.get(name) != number]
-        if changed:
+        self._checked = self._take(params)
+        if names := changed(self._before, self._checked):
             raise PrivacyError(
-                f"parameters {changed} were changed between the batch and private.step, not by the optimizer: by what "
+                f"parameters {names} were changed between the batch and private.step, not by the optimizer: by what "
                 f"the forward pass has seen of the data, without noise (layers that initialise themselves from the "
                 f"first batch, Embedding(max_norm=)). Initialise them with public or made-up data before dp.Private is "
                 f"made; change weights by hand after a step, and before the next batch"
             )
-
-        if self._unapplied == self._checked:
+        if self._unapplied is not None and same(self._unapplied, self._checked):
             self._unapplied = None
             warnings.warn(
                 "the gradients of the last private.backward were not applied, and are overwritten now; the step is "
@@ -61,8 +58,7 @@ class Steady:
                 stacklevel=4,
             )
 
-    def _now(self) -> Taken:
-        tensors = self._census.named()
-        if tensors is not self._taker.tensors:
-            self._taker = Taker(tensors)
+    def _take(self, params: Mapping[str, Tensor]) -> Taken:
+        if params is not self._taker.tensors:
+            self._taker = Taker(params)
         return self._taker.take()

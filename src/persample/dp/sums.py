@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import takewhile
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ..factors.limits import Unit
-from ..graph.read.saved import viewed
 from ..kernels.library import end_to_end
 from ..reductions import Clipping
 
 
-@dataclass(frozen=True)
-class Whole:
+class Whole(NamedTuple):
     """Whole ``numbers`` of a unit, of its dtype. Complex numbers are pairs."""
 
     numbers: Tensor
@@ -36,42 +35,66 @@ class Whole:
 
 @dataclass(frozen=True)
 class Line:
-    """Sums in float64, of one dim each, put end to end: those that were in float64 before are parts of one tensor."""
+    """Sums in float64, put end to end in tensors of one dim, as few as there are."""
 
-    tensors: Sequence[Tensor]  # as few as there are
-    parts: list[Tensor]  # one for each sum
+    tensors: list[Tensor]
 
     @classmethod
     def of(cls, sums: Sequence[Whole], grid: float | None) -> Line:
-        """`Whole.on_grid` of all; may overwrite the numbers."""
-        ready = [whole for whole in sums if whole.numbers.dtype == torch.float64]
-        others = [whole.on_grid(grid).view(-1) for whole in sums if whole.numbers.dtype != torch.float64]
-        if not ready or len({whole.numbers.device for whole in ready}) > 1 or ready[-1] is not sums[len(ready) - 1]:
-            parts = [whole.on_grid(grid).view(-1) for whole in sums]
-            return cls(parts, parts)
+        """`Whole.on_grid` of all: those that are in float64 already in one tensor. May overwrite the numbers."""
+        ready = list(takewhile(lambda whole: whole.numbers.dtype == torch.float64, sums))
+        if len({whole.numbers.device for whole in ready}) != 1:
+            ready = []
+        others = [whole.on_grid(grid).view(-1) for whole in sums[len(ready) :]]
+        if not ready:
+            return cls(others)
         joined = end_to_end([whole.numbers for whole in ready])
-        pieces = joined.split([whole.numbers.numel() for whole in ready])
         if len({whole.unit.exponent for whole in ready}) == 1:
             joined.mul_(ready[0].unit.size)
         else:
-            for piece, whole in zip(pieces, ready, strict=True):
+            for piece, whole in zip(joined.split([whole.numbers.numel() for whole in ready]), ready, strict=True):
                 piece.mul_(whole.unit.size)
-        return cls([joined, *others], [*pieces, *others])
+        return cls([joined, *others])
+
+    def divided(self, divisor: float, shapes: Iterable[Shape], dtype: torch.dtype) -> list[Tensor]:
+        """The first sums over a number, of these shapes and that dtype. The sums may be overwritten."""
+        found, waiting = [], iter([t.div_(divisor).to(dtype) for t in self.tensors])
+        mean = next(waiting)
+        start, end = _place(mean)
+        for shape in shapes:
+            while shape.size and start == end:
+                mean = next(waiting)
+                start, end = _place(mean)
+            found.append(mean.as_strided(shape.dims, shape.strides, start))
+            start += shape.size
+        return found
 
 
-def divided(sums: Sequence[Tensor], divisor: float, params: Sequence[Tensor]) -> list[Tensor]:
-    """Sums in float64 over a number, like the parameters in shape, and in dtype if that is float32 for all.
+def _place(t: Tensor) -> tuple[int, int]:
+    """Where a tensor without gaps begins and ends in its memory."""
+    start = t.storage_offset()
+    return int(start), int(start + t.numel())
 
-    Complex numbers are pairs. The sums may be overwritten.
-    """
-    whole = viewed(sums[0])
-    if whole is None or whole.numel() != sum([t.numel() for t in sums]) or any(viewed(t) is not whole for t in sums):
-        return [t.div_(divisor).view(*p.shape, *[2] * p.is_complex()) for t, p in zip(sums, params, strict=True)]
-    whole.div_(divisor)
-    if all(p.dtype == torch.float32 for p in params):
-        sums = whole.view(-1).to(torch.float32).split([t.numel() for t in sums])
-        return [t.view(p.shape) for t, p in zip(sums, params, strict=True)]
-    return [t.view(*p.shape, *[2] * p.is_complex()) for t, p in zip(sums, params, strict=True)]
+
+class Shape(NamedTuple):
+    """Of a sum: that of its parameter, where complex numbers are pairs."""
+
+    dims: tuple[int, ...]
+    strides: tuple[int, ...]
+    size: int
+
+    @classmethod
+    def of(cls, p: Tensor) -> Shape:
+        """Of a parameter's sum, without gaps."""
+        dims = (*p.shape, 2) if p.is_complex() else tuple(p.shape)
+        return cls(dims, torch.empty(dims, device="meta").stride(), math.prod(dims))
+
+
+class Joined(NamedTuple):
+    """The sums of parameters of these names, end to end."""
+
+    names: tuple[str, ...]
+    numbers: Tensor
 
 
 class Clipped(Protocol):
@@ -89,6 +112,14 @@ class Clipped(Protocol):
     def weighed_down(self) -> float:
         """The share of its samples that have a weight below one."""
 
+    @property
+    def line(self) -> Joined | None:
+        """All sums, if they come together."""
+
+
+class Taken(Clipped, Protocol):
+    """The same, where sums are taken one by one."""
+
     def take(self, name: str) -> Tensor | None:
         """A parameter's sum, once; None for zero."""
 
@@ -98,41 +129,78 @@ class Sums:
 
     def __init__(self, params: Mapping[str, Tensor]) -> None:
         self._params = params  # those of this process, of the shapes that sums have
-        self.shaped_like = list(params.values())
+        self.shapes = [Shape.of(p) for p in params.values()]
+        self.dtype = torch.float32 if all(p.dtype == torch.float32 for p in params.values()) else torch.float64
+        self._in_one_place = tuple(params) if len({p.device for p in params.values()}) == 1 else None
         self.clear()
 
     def clear(self) -> None:
         """Forget the parts so far."""
         self._sums: dict[str, Tensor] = {}
+        self._line: Joined | None = None  # or all of them together
         self._count: Tensor | None = None
 
-    def add(self, clipped: Clipped, count: Tensor | None) -> float:
+    def add(self, clipped: Clipped | Taken, count: Tensor | None) -> float:
         """One more part; returns the share of its samples that were weighed down."""
-        for name in self._params:
-            part = clipped.take(name)
-            if part is not None:
-                self._sums[name] = part.contiguous() if name not in self._sums else self._sums[name].add_(part)
+        line = clipped.line
+        if line is not None and self.are_empty:
+            self._line = line
+        elif line is not None and self._line is not None and line.names == self._line.names:
+            self._line.numbers.add_(line.numbers)
+        else:
+            self._part_line()
+            parts = clipped.take if line is None else self._parted(line).get  # type: ignore[union-attr]
+            for name in self._params:
+                if (part := parts(name)) is not None:
+                    self._sums[name] = part.contiguous() if name not in self._sums else self._sums[name].add_(part)
         if count is not None:
             self._count = count if self._count is None else self._count + count
         return clipped.weighed_down
 
+    def _part_line(self) -> None:
+        """Hold sums by name."""
+        if self._line is not None:
+            self._sums, self._line = self._parted(self._line), None
+
+    def _parted(self, line: Joined) -> dict[str, Tensor]:
+        shapes = dict(zip(self._params, self.shapes, strict=True))
+        parts = line.numbers.split([shapes[name].size for name in line.names])
+        return {
+            name: part.view(shapes[name].dims).to(self._params[name].device)
+            for name, part in zip(line.names, parts, strict=True)
+        }
+
     @property
     def are_empty(self) -> bool:
         """Whether no parameter was reached by any part so far."""
-        return not self._sums
+        return not self._sums and (self._line is None or not self._line.names)
 
     def take(self, units: Mapping[str, Unit], counted_in: Unit | None) -> list[Whole]:
-        """The sums in the parameters' order, and the count if the clip asks for one; zeros where nothing came."""
+        """The sums in the parameters' order, and the count if the clip asks for one; zeros where nothing came.
+
+        Sums that have come together, in one unit, stay so.
+        """
         wholes = []
-        for name, p in self._params.items():
-            numbers = self._sums.pop(name, None)
-            if numbers is None:
-                shape = (*p.shape, 2) if p.is_complex() else p.shape
-                numbers = torch.zeros(shape, dtype=units[name].dtype, device=p.device)
-            wholes.append(Whole(numbers, units[name]))
+        if (
+            self._line is not None
+            and self._line.names == self._in_one_place
+            and len({u.exponent for u in units.values()}) == 1
+        ):
+            wholes.append(Whole(self._line.numbers, units[self._line.names[0]]))
+        else:
+            self._part_line()
+            wholes += [
+                self._whole(name, shape, units[name]) for name, shape in zip(self._params, self.shapes, strict=True)
+            ]
         if counted_in is not None:
             device = wholes[0].numbers.device if wholes else None
             count = torch.zeros(1, dtype=torch.int64, device=device) if self._count is None else self._count
             wholes.append(Whole(count, counted_in))
         self.clear()
         return wholes
+
+    def _whole(self, name: str, shape: Shape, unit: Unit) -> Whole:
+        numbers = self._sums.pop(name, None)
+        if numbers is None:
+            numbers = torch.zeros(shape.dims, dtype=unit.dtype, device=self._params[name].device)
+        return Whole(numbers, unit)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..reductions.exact import ExactClippedSum, ExactSums
 from ..verbs import reduce
 from .errors import PrivacyError
-from .sums import Clipped, Whole
+from .sums import Clipped, Line, Whole
 
 Parts = list[tuple[list[int], int]]
 Alike = Callable[[], Mapping[str, int]]  # numbers by name that must be the same in all processes
@@ -24,7 +24,7 @@ _SHOWN = 0  # the index of what is run where there is no sample: a public choice
 class AddNoise(Protocol):
     """Sums with a step's noise, in float64; each ``stream`` has its own."""
 
-    def __call__(self, sums: Sequence[Whole], stream: int = 0) -> list[Tensor]: ...
+    def __call__(self, sums: Sequence[Whole], stream: int = 0) -> Line: ...
 
 
 class Team:
@@ -85,14 +85,16 @@ class Team:
 
     def give(self, p: Tensor, gradient: Tensor) -> None:
         """Make this the gradient of that part, in the parameter's dtype; complex numbers come as pairs."""
-        p.grad = (torch.view_as_complex(gradient.contiguous()) if p.is_complex() else gradient).to(p.dtype)
+        if p.is_complex():
+            gradient = torch.view_as_complex(gradient.contiguous())
+        p.grad = gradient if gradient.dtype == p.dtype else gradient.to(p.dtype)
 
     def clipped(self, losses: Tensor, params: Mapping[str, Tensor], clip: ExactClippedSum) -> Clipped:
         """The clipped sum over this process's losses, by name, with its ``clipping``."""
         sums: ExactSums = reduce(losses, params, clip, independent=True)[0]
         return sums
 
-    def release(self, sums: Sequence[Whole], add_noise: AddNoise) -> list[Tensor]:
+    def release(self, sums: Sequence[Whole], add_noise: AddNoise) -> Line:
         """From local sums to their noisy total, the same in all processes; noise is drawn once."""
         return add_noise(sums)
 

@@ -22,7 +22,7 @@ from ..verbs import reduce
 from .binding import trainable
 from .errors import PrivacyError
 from .fingerprints import summary
-from .sums import Clipped, Whole
+from .sums import Clipped, Line, Whole
 from .team import AddNoise, Alike, Team
 
 
@@ -39,7 +39,7 @@ class Several(Team):
         with self._explaining_lost_processes():
             return self._ranks.first(value, self._device)
 
-    def _noisy_total(self, sums: Sequence[Whole], add_noise: AddNoise, stream: int = 0) -> list[Tensor]:
+    def _noisy_total(self, sums: Sequence[Whole], add_noise: AddNoise, stream: int = 0) -> Line:
         """Local sums to the first process, in int64; noise there, and the result to all, in float64."""
         sizes = [whole.numbers.numel() for whole in sums]
         line = torch.cat([whole.numbers.reshape(-1).to(self._device, torch.int64) for whole in sums])
@@ -48,9 +48,9 @@ class Several(Team):
             dist.reduce(line, group=self._ranks.group, group_dst=0)
             if self.rank == 0:
                 totals = [Whole(part, whole.unit) for part, whole in zip(line.split(sizes), sums, strict=True)]
-                torch.cat(add_noise(totals, stream), out=noisy)
+                torch.cat(add_noise(totals, stream).tensors, out=noisy)
             dist.broadcast(noisy, group=self._ranks.group, group_src=0)
-        return [part.view(whole.numbers.shape) for part, whole in zip(noisy.split(sizes), sums, strict=True)]
+        return Line([noisy])
 
     @contextmanager
     def together(self, alike: Alike) -> Iterator[None]:
@@ -126,7 +126,7 @@ class Replicas(Several):
                 self._confirm_agreement(failed=True)  # the others come to `release` and hear of it there
             raise
 
-    def release(self, sums: Sequence[Whole], add_noise: AddNoise) -> list[Tensor]:
+    def release(self, sums: Sequence[Whole], add_noise: AddNoise) -> Line:
         self._waited_for = False
         self._confirm_agreement()
         return self._noisy_total(sums, add_noise)
@@ -185,11 +185,14 @@ class Shards(Several):
                 f"was released. Resume from the last private.save"
             )
 
-    def release(self, sums: Sequence[Whole], add_noise: AddNoise) -> list[Tensor]:
+    def release(self, sums: Sequence[Whole], add_noise: AddNoise) -> Line:
         self._confirm_agreement()
         own = len(self._params)
         noisy = add_noise(sums[:own], self.rank)
-        return [*noisy, *(self._noisy_total(sums[own:], add_noise, self.size) if sums[own:] else [])]
+        if not sums[own:]:
+            return noisy
+        others = self._noisy_total(sums[own:], add_noise, self.size)
+        return Line([*noisy.tensors, *others.tensors])
 
     def states(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
@@ -233,6 +236,10 @@ class _Scattered:
     @property
     def weighed_down(self) -> float:
         return self.sums.weighed_down
+
+    @property
+    def line(self) -> None:
+        return None
 
     def take(self, name: str) -> Tensor:
         p, total = self.params[name], self.sums.take(name)

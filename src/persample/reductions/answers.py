@@ -32,7 +32,7 @@ def _rebuild(result: Any, tensors: list[Tensor]) -> Rebuild:
     if isinstance(result, Tensor):
         tensors.append(result)
         return next
-    if isinstance(result, _PLAIN):
+    if isinstance(result, _PLAIN) or (kind is tuple and all(isinstance(value, _PLAIN) for value in result)):
         return lambda parts: result
     if kind is dict:
         return _dict(result, tensors)

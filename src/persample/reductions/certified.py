@@ -28,12 +28,19 @@ NOMINAL = 1.0  # the bound for which a graph is made where bounds move
 
 @dataclass(frozen=True)
 class CertifiedSums:
-    """Clipped sums of those samples that could be added, by name, in whole numbers of the parameters' units."""
+    """Clipped sums of those samples that could be added, in whole numbers of the parameters' units."""
 
-    sums: dict[str, Tensor]
+    names: tuple[str, ...]  # of the parameters that have sums
+    line: Tensor  # the sums, end to end
     clipping: Clipping  # of all samples
     asked: Clipping  # with the weights that the reduction asks for
     added: Tensor  # (B,): is the sample among those of the sums?
+
+
+def put_end_to_end(sums: Sequence[Tensor], device: torch.device) -> Tensor:
+    """All sums in one tensor of one dim, on that device."""
+    flat = [t.reshape(-1).to(device) for t in sums]
+    return torch.cat(flat) if flat else torch.zeros(0, dtype=torch.float64, device=device)
 
 
 class CertifiedClippedSum(ExactClippedSum):
@@ -91,13 +98,14 @@ class CertifiedClippedSum(ExactClippedSum):
         added = certain & counting
         self._weigh(sums, {key: torch.where(added, w, 0) for key, w in weights.items()})
         joint = {name: each for every in sums.values() for each in every for name in each.names}
-        totals = {name: joint[name].take(name) for name in self._groups.call.params if name in joint}
+        names = tuple([name for name in self._groups.call.params if name in joint])
+        line = put_end_to_end([joint[name].take(name) for name in names], certain.device)
         certify(certain | ~counting, "a gradient is not finite or cancels, or its weight is extreme")
         if self._moving:
             weights = {key: w / self._now[1] for key, w in weights.items()}
         # The sensitivity of a bound that moves is not the graph's to state.
         clipping, asked_clipping = (Clipping(*self._clipping(norms, w, slice(None))) for w in (weights, asked))
-        return CertifiedSums(totals, clipping, asked_clipping, added)
+        return CertifiedSums(names, line, clipping, asked_clipping, added)
 
     def _bound(self, key: Hashable) -> float | Tensor | None:
         return self._now[0] if self._moving else self._bounds.get(key)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,6 +79,7 @@ class ExactSums:
     units: Mapping[str, Unit]
     _sums: dict[str, JointSums]
     weighed_down: float = 0.0  # the share of samples with a weight below one
+    line: ClassVar[None] = None  # they are taken one by one
 
     @property
     def joint(self) -> list[JointSums]:

@@ -1,0 +1,70 @@
+"""What a run releases: clipped sums with noise, over the expected batch size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from ..factors.limits import Unit
+from ..reductions.exact import ExactClippedSum
+from .clips import Clipper
+from .noise import Scale, add_noise
+from .plan import Plan
+from .sampling import most_samples
+from .sources import Source
+from .sums import Clipped, Line, Sums, Whole
+from .team import Team
+
+
+class Mechanism:
+    """The Gaussian mechanism of a run, from clipped sums to the gradients of its parameters."""
+
+    def __init__(self, plan: Plan, clipper: Clipper, team: Team, params: Mapping[str, Tensor]) -> None:
+        self._plan, self._clipper, self._team, self._params = plan, clipper, team, params
+        self._size = sum(p.numel() * (2 if p.is_complex() else 1) for p in params.values())  # in real numbers
+        self._known_units: tuple[float | None, Mapping[str, Unit]] | None = None  # and the bound that they are for
+        self.sums = Sums({name: team.own(p) for name, p in params.items()})
+
+    def exactly(self, padding: int = 0) -> ExactClippedSum:
+        """This step's clipped sum, for as many samples as a batch may have."""
+        return ExactClippedSum(self._clipper.reduction(), most_samples(self._plan), padding)
+
+    def clipped(self, losses: Tensor, padding: int) -> Clipped:
+        """The clipped sums of these losses, of which some at the end do not count."""
+        return self._team.clipped(losses, self._params, self.exactly(padding))
+
+    def take(self) -> list[Whole]:
+        """What the parts of this step have added up to."""
+        return self.sums.take(self._units(), self._clipper.counted_in)
+
+    def _units(self) -> Mapping[str, Unit]:
+        """The units of this step's sums."""
+        bound = self._clipper.bound
+        if self._known_units is None or self._known_units[0] != bound:
+            self._known_units = bound, self.exactly().units_for(self._params)
+        return self._known_units[1]
+
+    def noisy_means(self, sums: Sequence[Whole], source: Source, number: int) -> list[Tensor]:
+        """The sums with the noise of a release, over the expected batch size; a bound that moves follows the count."""
+        counted = self._clipper.counted_in is not None
+        scale = Scale(
+            sensitivity=self._clipper.sensitivity() * self._plan.contributions,
+            noise_multiplier=self._plan.noise,
+            size=self._size + counted,
+        )
+
+        def noisy(sums: Sequence[Whole], stream: int = 0) -> Line:
+            line = Line.of(sums, scale.grid if self._plan.noise else None)
+            add_noise(line.tensors, scale, source, number, stream)
+            return line
+
+        released = self._team.release(sums, noisy)
+        if counted:
+            self._clipper.follow(released.tensors[-1][-1:].clone())
+        return released.divided(self._plan.batch_size, self.sums.shapes, self.sums.dtype)
+
+    def give(self, means: Sequence[Tensor]) -> None:
+        """Write them into ``p.grad``."""
+        for p, mean in zip(self._params.values(), means, strict=True):
+            self._team.give(p, mean)

@@ -1,0 +1,79 @@
+"""Sums that come one by one or on a line are the same sums, and become gradients of the parameters' shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from persample.dp.sums import Joined, Line, Sums
+from persample.factors.limits import Unit
+from persample.reductions import Clipping
+
+PARAMS = {
+    "a": torch.zeros(2, 3),
+    "none": torch.zeros(0, 2),
+    "b": torch.zeros(()),
+    "c": torch.zeros(2, dtype=torch.cfloat),
+}
+SHAPES = {"a": (2, 3), "none": (0, 2), "b": (), "c": (2, 2)}
+NOTHING = Clipping(torch.ones(1), torch.ones(1), [], 1.0)
+
+
+@dataclass
+class Part:
+    """What a part of a batch gives."""
+
+    sums: dict[str, Tensor]
+    line: Joined | None = None
+    clipping: Clipping = field(default_factory=lambda: NOTHING)
+    asked: Clipping = field(default_factory=lambda: NOTHING)
+    weighed_down: float = 0.0
+
+    def take(self, name: str) -> Tensor | None:
+        return self.sums.get(name)
+
+
+def one_by_one(names: str = "a none b c") -> Part:
+    return Part({name: torch.randint(100, SHAPES[name]).double() for name in names.split()})
+
+
+def on_a_line(names: str = "a none b c") -> Part:
+    part = one_by_one(names)
+    part.line = Joined(tuple(part.sums), torch.cat([t.flatten() for t in part.sums.values()]))
+    return part
+
+
+CASES: dict[str, Callable[[], list[Part]]] = {
+    "one by one": lambda: [one_by_one(), one_by_one()],
+    "on lines": lambda: [on_a_line(), on_a_line(), on_a_line()],
+    "first on a line": lambda: [on_a_line(), one_by_one("b")],
+    "then on a line": lambda: [one_by_one("a c"), on_a_line()],
+    "not all": lambda: [on_a_line("a c")],
+    "others": lambda: [on_a_line("a c"), on_a_line("b c")],
+}
+
+
+@pytest.mark.parametrize("exponents", [(-3, -3, -3, -3), (-3, -2, -1, 0)], ids=["one unit", "units"])
+@pytest.mark.parametrize("parts", CASES.values(), ids=CASES)
+def test_means(parts: Callable[[], list[Part]], exponents: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    sums, given = Sums(PARAMS), parts()
+    want = {name: torch.zeros(SHAPES[name], dtype=torch.float64) for name in PARAMS}
+    units = {name: Unit(exponent, torch.float64) for name, exponent in zip(PARAMS, exponents, strict=True)}
+    for part in given:
+        for name, t in part.sums.items():
+            want[name] += t * units[name].size / 5
+        sums.add(part, torch.ones(1, dtype=torch.int64))
+    assert not sums.are_empty
+    wholes = sums.take(units, Unit(0))
+    assert sums.are_empty
+    line = Line.of(wholes, None)
+    assert float(line.tensors[-1][-1]) == len(given)
+    got = line.divided(5, sums.shapes, torch.float64)
+    for mean, (name, expected) in zip(got, want.items(), strict=True):
+        torch.testing.assert_close(mean, expected, msg=name)
+        assert mean.shape == SHAPES[name]
