@@ -23,6 +23,8 @@ from torch.nn import functional as F
 
 import persample as ps
 from persample import dp
+from persample.dp.sums import Line, Whole
+from persample.dp.team import AddNoise
 
 BATCHES = {512: 1, 8192: 8192, 100_000: 100_000}  # samples, and how many of them at a time
 PRECISIONS = {"float32": torch.float32, "float64": torch.float64, "autocast": torch.float32}
@@ -86,9 +88,11 @@ class Kept(dp.Team):
     def __init__(self) -> None:
         self.kept: list[Tensor] = []
 
-    def give(self, p: Tensor, gradient: Tensor) -> None:
-        self.kept.append(gradient.clone())
-        super().give(p, gradient)
+    def release(self, sums: Sequence[Whole], add_noise: AddNoise) -> Line:
+        """As always; before they are means in the parameters' dtype, which is no matter of privacy any more."""
+        line = super().release(sums, add_noise)
+        self.kept += [t.clone() for t in line.tensors]
+        return line
 
 
 @dataclass(frozen=True)
@@ -125,7 +129,7 @@ def released(setting: Setting, x: Tensor) -> Tensor:
         with setting.cast():
             losses = model(batch)
         private.step(losses)
-    return torch.cat([t.flatten() for t in team.kept]) * len(x)
+    return torch.cat([t.flatten() for t in team.kept])
 
 
 def in_floating_point(setting: Setting, x: Tensor) -> Tensor:

@@ -236,16 +236,18 @@ def _is_linear(number: Any, name: str, others: Mapping[str, int]) -> bool:
     if not expression.free_symbols:
         return True
     if isinstance(number, torch.SymFloat):
-        return {type(part).__name__ for part in preorder_traversal(expression)} <= _SMOOTH
+        return all(_is_smooth(part) for part in preorder_traversal(expression))
     if isinstance(number, torch.SymBool) or {str(s) for s in expression.free_symbols} != {name}:
         return False
     return bool(expression.is_polynomial()) and Poly(expression).degree() == 1
 
 
-_SMOOTH = {
-    "Symbol", "Integer", "One", "NegativeOne", "Zero", "Float", "Rational", "Half",
-    "Add", "Mul", "Pow", "ToFloat", "IntTrueDiv", "FloatTrueDiv",
-}  # fmt: skip
+def _is_smooth(part: Any) -> bool:
+    """Is this part of an expression a number, a size, or arithmetic without rounding or cases?"""
+    return bool(part.is_Atom or part.is_Add or part.is_Mul or part.is_Pow) or type(part).__name__ in _DIVISIONS
+
+
+_DIVISIONS = {"ToFloat", "IntTrueDiv", "FloatTrueDiv"}
 
 
 def cuts_at_a_number(alike: Sequence[Node]) -> bool:
