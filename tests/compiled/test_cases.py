@@ -18,7 +18,7 @@ from tests.reference import assert_same, definition, vectors
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 # How many of the cases each backend gets in a quick run, which has no time for all; Inductor takes seconds for one.
-SHARES = {"eager": (1, 6), "aot_eager": (1, 20), "inductor": (0, 20)}
+SHARES = {"eager": (1, 16), "aot_eager": (1, 60), "inductor": (0, 20)}
 MOST = {"inductor": (1, 20)}  # and in a thorough one
 
 LONG = {"long_scan_with_weights"}  # graphs of thousands of nodes

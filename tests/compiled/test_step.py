@@ -23,7 +23,11 @@ def _forgetful() -> Iterator[None]:
     torch.compiler.reset()
 
 
-BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+BACKENDS = [
+    "aot_eager",
+    pytest.param("eager", marks=pytest.mark.slow),
+    pytest.param("inductor", marks=pytest.mark.slow),
+]
 
 
 @pytest.fixture(params=BACKENDS)

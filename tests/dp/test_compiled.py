@@ -44,7 +44,12 @@ def assert_alike(ours: dict[str, Tensor], theirs: dict[str, Tensor], bound: floa
         torch.testing.assert_close(ours[name], want, rtol=0, atol=1e-5 * bound)
 
 
-@pytest.mark.parametrize("name", CLIPS)
+QUICK_AND_SLOW = [
+    name if name in ("flat", "adaptive") else pytest.param(name, marks=pytest.mark.slow) for name in CLIPS
+]
+
+
+@pytest.mark.parametrize("name", QUICK_AND_SLOW)
 def test_steps_are_those_of_the_eager_engine(name: str) -> None:
     models = network(), network()
     plain, fast = private(models[0], clip=CLIPS[name]), compiled(models[1], clip=CLIPS[name])
@@ -91,7 +96,7 @@ def extreme() -> tuple[Tensor, Tensor]:
     return x, y
 
 
-@pytest.mark.parametrize("name", CLIPS)
+@pytest.mark.parametrize("name", QUICK_AND_SLOW)
 def test_what_a_sample_adds_does_not_depend_on_others(name: str) -> None:
     """With any of the samples dropped, the others' numbers stay, to the bit; and none adds more than its bound."""
     clip = CLIPS[name]
