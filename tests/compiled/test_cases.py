@@ -24,12 +24,6 @@ MOST = {"inductor": (1, 20)}  # and in a thorough one
 LONG = {"long_scan_with_weights"}  # graphs of thousands of nodes
 
 
-@pytest.fixture(autouse=True)
-def _forgetful() -> Iterator[None]:
-    yield
-    torch.compiler.reset()
-
-
 def _draw(case: Case, backend: str, share: tuple[int, int]) -> bool:
     return zlib.crc32(f"{case.name}/{backend}".encode()) % share[1] < share[0]
 

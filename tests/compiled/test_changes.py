@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -19,14 +19,6 @@ import persample as ps
 from persample.reductions.answers import differing, plain_parts
 
 NUMBER = 2.0
-
-
-@pytest.fixture(autouse=True)
-def _forgetful() -> Iterator[None]:
-    torch.compiler.reset()
-    torch.manual_seed(0)
-    yield
-    torch.compiler.reset()
 
 
 class Net(nn.Module):
@@ -167,12 +159,15 @@ def test_containers_of_parameters() -> None:
     step(x())
     del by_name["a"]
     step(x())
+    assert step.step.refused is None
+    assert len(step.step.builds) == 3
     listed = [a, b]
     step = Checked(listed, ps.Stack(), losses=losses)
     step(x())
     listed.reverse()
     step(x())
     step(x())
+    assert step.step.refused is None
 
 
 def test_hooks_are_refused_as_by_the_eager_verbs() -> None:

@@ -45,13 +45,6 @@ class Backend:
         return run
 
 
-@pytest.fixture(autouse=True)
-def _forgetful() -> Any:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
 def test_parameters_are_inputs_as_they_are() -> None:
     backend, weight, x = Backend(), torch.nn.Parameter(torch.ones(3)), torch.ones(2, 3)
     run = captured(lambda x: (x * weight).sum(1), backend, dynamic=None, limit=8)

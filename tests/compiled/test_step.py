@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,15 +13,6 @@ from torch.nn import functional as F
 
 import persample as ps
 from persample.reductions.answers import differing
-
-
-@pytest.fixture(autouse=True)
-def _forgetful() -> Iterator[None]:
-    torch.compiler.reset()
-    torch.manual_seed(0)
-    yield
-    torch.compiler.reset()
-
 
 BACKENDS = [
     "aot_eager",
