@@ -115,7 +115,11 @@ class Asked:
             losses, self.params, *self.reductions, independent=self.independent, max_memory=self.max_memory
         )  # fmt: skip
 
-    def problem(self, graph: GraphModule, losses_at: int, inputs: Sequence[Any]) -> Problem:
+    def usual(self, samples: int) -> int:
+        """How many samples there usually are, if there were so many in the first call."""
+        return samples
+
+    def problem(self, graph: GraphModule, losses_at: int, inputs: Sequence[Any], samples: int) -> Problem:
         """What is to be traced of a captured graph."""
         watched = Watched(self.params)
         sharded = [name for name, p in watched.named.items() if is_sharded(p)]
@@ -134,6 +138,7 @@ class Asked:
             self.max_memory,
             self.independent,
             kinds_of(self.reductions),
+            self.usual(samples),
         )
 
 
@@ -248,7 +253,7 @@ class CompiledStep:
         call.undo()
         outputs = region.plainly(call.inputs)
         region.changed = call.before.changed()
-        problem = self._asked.problem(region.graph, _place_of(losses, outputs), call.inputs)
+        problem = self._asked.problem(region.graph, _place_of(losses, outputs), call.inputs, len(losses))
         del outputs
         made = region.serving(problem, call.inputs) or self._make(problem, call.inputs, facts, len(losses))
         if made is None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from ..kernels.certificates import Certificate, traced
+from ..kernels.certificates import Certificate, choosing_for, traced
 from ..params import named
 from ..reductions import Reduction
 from ..reductions.answers import Rebuild, plain_parts, take_apart
@@ -45,6 +45,7 @@ class Problem:
     max_memory: int | None
     independent: bool
     kinds: Sequence[Any]  # what the reductions are, but for numbers in their tensors
+    usual: int  # number of samples, by which ways are chosen for all batch sizes
 
     @property
     def params(self) -> Mapping[str, Tensor]:
@@ -146,7 +147,7 @@ def _run(
         params[name] = given.pop(0).detach().requires_grad_()
     params = {name: params[name] for name in problem.params}  # in their order
     asked = with_tensors(problem.reductions, given, problem.params)
-    with torch.enable_grad(), traced() as certificates:
+    with torch.enable_grad(), choosing_for(problem.usual), traced() as certificates:
         outputs = problem.losses_graph(*arguments)
         results = reduce(
             outputs[problem.losses_at],

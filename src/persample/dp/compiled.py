@@ -47,8 +47,12 @@ class Task:
 class AskedExactly(Asked):
     """What the eager engine is to compute for a step: sums that are exact, of all samples that count or of some."""
 
-    samples: int = 0
+    samples: int = 0  # that may be added up at most
+    expected: int = 0  # in a batch, by the plan
     task: Task = field(default_factory=lambda: Task(ClippedSum(NOMINAL), 0, 0))
+
+    def usual(self, samples: int) -> int:
+        return self.expected  # and not what was drawn
 
     def losses(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
         """One loss for every sample of the batch."""
@@ -82,6 +86,7 @@ class CompiledSums(CompiledStep):
         params: Mapping[str, Tensor],
         clipper: Clipper,
         samples: int,
+        expected: int,
         backend: Backend,
     ) -> None:
         if not callable(losses_fn):
@@ -90,7 +95,7 @@ class CompiledSums(CompiledStep):
         if moving:
             clip.max_norm = NOMINAL
         self._model, self._graphs = model, CertifiedClippedSum(clip, samples, moving=moving)
-        self._exactly = AskedExactly(losses_fn, params, (self._graphs,), True, None, samples)
+        self._exactly = AskedExactly(losses_fn, params, (self._graphs,), True, None, samples, expected)
         super().__init__(self._exactly, backend, None, _MOST_BUILDS, verbose=False)
 
     def sums(self, given: Given, part: BatchPart, clipper: Clipper, at_once: int, *, varies: bool) -> BatchSums:

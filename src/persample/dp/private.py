@@ -118,8 +118,8 @@ class Private:
     def _compile(self, losses_fn: Callable[..., Tensor], backend: str | Callable[..., Any]) -> CompiledSums:
         if self._team.size > 1 or self._team.lockstep:
             raise ValueError("compile= is for one process: leave it out where several train together")
-        samples = most_samples(self.plan)
-        return CompiledSums(losses_fn, self._model, self._binding.params, self._clipper, samples, backend)
+        samples = most_samples(self.plan), self.plan.batch_size
+        return CompiledSums(losses_fn, self._model, self._binding.params, self._clipper, *samples, backend)
 
     def __reduce_ex__(self, _: object) -> tuple[type, tuple[()]]:
         """Copies and pickles hold no more than a word about it: a run is one."""

@@ -16,7 +16,7 @@ from torch.autograd.graph import Node
 from .._errors import InteractionError, PerformanceWarning, UnsupportedError
 from ..distributed import is_sharded
 from ..factors import Dense, Factor, Masked, one_by_one
-from ..kernels.certificates import is_traced
+from ..kernels.certificates import is_traced, usual_samples
 from ..kernels.devices import can_look
 from .execute.bundles import bundle_up
 from .execute.capture import AtOnce, Capture, Sink
@@ -133,7 +133,8 @@ def planned(
     tensors, graph = list(params.values()), graph or roots.read()
     terms: Hashable = check.terms if check else None
     terms = ("independent", terms) if independent else terms
-    terms = ("traced", terms) if is_traced() else terms  # which are bundled otherwise
+    if is_traced():  # which are bundled otherwise
+        terms = ("traced", usual_samples(0), terms)
     key = key_of(graph, roots, tensors, ordinary, check.known if check else {}, terms)
     look = independent or check is not None or roots.losses is None or can_look(roots.losses.device)
     made = None if key is None else recall(key, graph, look)

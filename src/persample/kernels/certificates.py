@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["Certificate", "certify", "is_traced", "traced"]
+__all__ = ["Certificate", "certify", "choosing_for", "is_traced", "traced", "usual_samples"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,3 +49,22 @@ def certify(holds: Tensor, doubt: str) -> None:
     certificates = _certificates.get()
     if certificates is not None:
         certificates.append(Certificate(holds, doubt))
+
+
+_usual: ContextVar[int | None] = ContextVar("usual number of samples", default=None)
+
+
+@contextmanager
+def choosing_for(samples: int) -> Iterator[None]:
+    """Inside, what goes by the number of samples goes by this one: a graph is to be the same for all batch sizes."""
+    token = _usual.set(samples)
+    try:
+        yield
+    finally:
+        _usual.reset(token)
+
+
+def usual_samples(batch: int) -> int:
+    """The number of samples that choices go by, in a call of ``batch`` samples."""
+    usual = _usual.get()
+    return batch if usual is None else usual

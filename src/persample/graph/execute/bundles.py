@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ...kernels.certificates import is_traced
+from ...kernels.certificates import is_traced, usual_samples
 from ..layout import Block
 from ..read.notes import unnoted
 from ..read.saved import has, in_checkpoint, metadata, read, tensor
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 
 _LARGEST = 2**16  # numbers in a cotangent; of larger ones, a copy costs more than it saves
 _MOST = 2**23  # numbers that a forward pass may keep, as bundles wait for the end of the backward
-_LARGEST_SAMPLE = (
-    2**14
-)  # numbers of one sample in a cotangent, for graphs: these are to be the same for all batch sizes
 Saved = Mapping[str, Tensor | None]
 
 
@@ -122,7 +119,7 @@ def _kind(plan: CapturePlan, use: Bundle) -> Hashable:
     if not whole_rows or not reads.keys() >= set(use.outputs) or in_checkpoint(node):
         return None
     assert isinstance(layout, Block)
-    if size > (_LARGEST_SAMPLE * layout.batch if is_traced() else _LARGEST):
+    if size * usual_samples(layout.batch) > _LARGEST * layout.batch:
         return None
     ways = []
     for k in use.outputs:
