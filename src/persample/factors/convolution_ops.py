@@ -19,6 +19,7 @@ from torch import Tensor
 from ..kernels.convolution import Geometry
 from ..kernels.devices import looking
 from ..kernels.norms import row_norms, wide, widest
+from ..kernels.pages import recycled
 from .bounded import bounded_sum
 from .convolution import Convolution
 from .workspace import Workspace
@@ -52,8 +53,9 @@ def _fake_term_norms(x: Tensor, dy: Tensor) -> Tensor:
 
 
 def _stack(x: Tensor, dy: Tensor, *shape: Any) -> Tensor:
-    """(B, *size): every gradient."""
-    return _factor(x, dy, *shape).stack().contiguous()
+    """(B, *size): every gradient, in memory that is used again."""
+    factor = _factor(x, dy, *shape)
+    return factor.stack(recycled((factor.batch, *factor.shape), factor.dtype, factor.device)).contiguous()
 
 
 def _fake_stack(x: Tensor, dy: Tensor, size: Sequence[int], *geometry: Any) -> Tensor:
