@@ -25,8 +25,8 @@ from ..kernels.convolution import (
     weight_per_sample,
     weight_summed,
 )
-from ..kernels.devices import can_look
 from ..kernels.gram import ROWS, terms_in
+from ..kernels.graph_ops import asks_ops
 from ..kernels.norms import row_norms, wide
 from .base import Factor, Selection, Shape
 from .integer_sums import STACK_POSITIONS, IntegerSum, ProductSum
@@ -107,7 +107,7 @@ class Convolution(Factor):
     @property
     def _asks_ops(self) -> bool:
         """Is this traced into a graph for the CPU, in which `convolution_ops` compute what is asked?"""
-        return is_traced() and self.device.type == "cpu" and not can_look(self.device)
+        return asks_ops(self.device)
 
     @property
     def _as_arguments(self) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.convolution import Geometry
-from ..kernels.devices import looking
+from ..kernels.graph_ops import define
 from ..kernels.norms import row_norms, wide, widest
 from ..kernels.pages import recycled
 from .bounded import bounded_sum
@@ -81,16 +81,6 @@ def _factor(x: Tensor, dy: Tensor, size: Sequence[int], *geometry: Any) -> Convo
     return Convolution(x, dy, tuple(size), Geometry(*hashable))
 
 
-def _looking(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The function, for which numbers are there to be looked at, whatever the graph was traced with."""
-
-    def run(*args: Any) -> Tensor:
-        with looking(True):
-            return function(*args)
-
-    return run
-
-
 _SUM = _FACTOR.replace("Tensor dy", "Tensor dy, Tensor weights, Tensor norms")
 _OPS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     f"convolution_norms({_FACTOR}, SymInt limit, bool batch_independent) -> Tensor": (_norms, _fake_norms),
@@ -100,15 +90,5 @@ _OPS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
 }
 
 
-def _register() -> None:
-    """Define all ops, for as long as the process lives, but for those that were defined when this was loaded before."""
-    for schema, (function, fake) in _OPS.items():
-        name, _, rest = schema.partition("(")
-        if not hasattr(torch.ops.persample, name):
-            tags = torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag
-            torch.library.define(f"persample::{name}", f"({rest}", tags=tags)
-            torch.library.impl(f"persample::{name}", "CPU", _looking(function))
-            torch.library.register_fake(f"persample::{name}", fake)
-
-
-_register()
+for _schema, (_function, _fake) in _OPS.items():
+    define(_schema, _function, _fake)

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ...factors import Dense, Factor, Outer
-from ...kernels.recurrence import LstmLayer, LstmReplay, replay_lstm
+from ...kernels.recurrence import LstmLayer, LstmReplay
+from ...kernels.recurrence_ops import replay_in_graphs
 from ..layout import Flow, Layout, Outcome, Shape, carry, join, same
 from ..read.nodes import NodeSlot, children
 from ..read.saved import metadata
@@ -98,7 +99,7 @@ def _replayed(use: Use) -> LstmReplay:
         site.tensor("result0"),
         bool(site.value("reverse")),
     )
-    return replay_lstm(layer, *use.cotangents)
+    return replay_in_graphs(layer, *use.cotangents)
 
 
 def without_weight_sums(
