@@ -55,11 +55,11 @@ def _short(value: float) -> float:
 def take_turns(plain: Contender, mine: Callable[[], float], effort: Effort) -> Timing:
     """A plain step runs once before it is timed, so that it does not pay for caches that the method has filled."""
     timing = Timing([], [])
-    start = time.perf_counter()
     for _ in range(effort.warm_up):
         whole_step(plain)
         mine()
     gc.collect()
+    start = time.perf_counter()  # compilers may have taken long before
     for done in range(effort.rounds):
         if done >= effort.fewest and time.perf_counter() - start > effort.budget:
             break

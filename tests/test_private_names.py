@@ -45,7 +45,7 @@ KEEPERS = {
     "tensors without numbers": Keeper("numberless.py", "test_numberless.py"),
     "ops as they are dispatched": Keeper("testing/counting.py", "device/test_counting.py"),
     "Dynamo, compilers and open sizes": Keeper("compiled/compilers.py", "compiled/test_compilers.py"),
-    "what modules hold": Keeper("compiled/modules.py", "compiled/test_modules.py"),
+    "what modules hold": Keeper("modules.py", "test_modules.py"),
     "kernels below autograd": Keeper("kernels/library.py", "kernels/test_library.py"),
 }
 MODULES = {keeper.module for keeper in KEEPERS.values()}

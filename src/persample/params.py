@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ._errors import UnsupportedError
 from .graph.read.saved import has_hooks
+from .modules import parameters_of
 
 Params = nn.Module | Mapping[str, Tensor] | Sequence[Tensor]
 T = TypeVar("T")
@@ -18,7 +19,7 @@ T = TypeVar("T")
 def named(params: Params) -> dict[str, Tensor]:
     """The trainable leaf tensors of ``params`` by name; positions serve as names in a sequence."""
     if isinstance(params, nn.Module):
-        tensors: dict[str, Tensor] = {name: p for name, p in params.named_parameters() if p.requires_grad}
+        tensors = {name: p for name, p in parameters_of(params).items() if p.requires_grad}
     elif isinstance(params, Mapping):
         tensors = {name: p for name, p in params.items() if _checked(p, repr(name)).requires_grad}
     elif isinstance(params, Sequence):

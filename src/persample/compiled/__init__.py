@@ -6,7 +6,6 @@ build.py     one build: traced and compiled
 trace.py     the engine of this package, run on tensors without numbers, written down as a graph
 batches.py   one graph for all batch sizes, from traces of a few
 watched.py   what a build depends on that Dynamo does not watch over
-modules.py   what modules hold
 facts.py     what a build depends on, and how to say what has changed
 compilers.py what is used of PyTorch's compilers
 """

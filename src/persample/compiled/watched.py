@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ..graph.read.saved import has_hooks
+from ..modules import attributes_of, held_by, is_usual
 from ..params import Params, named
 from ..reductions import Reduction
-from .modules import attributes_of, held_by, is_usual
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _NUMBERS = (bool, int, float, complex)

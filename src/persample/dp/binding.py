@@ -13,8 +13,8 @@ from torch.nn.parameter import is_lazy
 from ..distributed import owners
 from ..graph.read.saved import born
 from ..kernels.norms import widest
+from ..modules import parameters_of
 from ..params import named, refuse_hooks
-from .census import Census
 from .clips import Clipper
 from .errors import PrivacyError
 from .plan import Plan
@@ -27,15 +27,18 @@ class Binding:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, clipper: Clipper) -> None:
         self._model, self._optimizer, self._clipper = model, optimizer, clipper
-        self._census = Census(model)
+        self._every = parameters_of(model)
         self.params = trainable(model)
-        check_optimizer(optimizer, self.params, set(self._census.named().values()))
+        check_optimizer(optimizer, self.params, set(self.every().values()))
         self._facts: list[object] = []  # with which all was well
         self._clip = clipper.describe()
 
     def every(self) -> Mapping[str, Tensor]:
-        """All parameters that the model has now, frozen ones included."""
-        return self._census.named()
+        """All parameters that the model has now, frozen ones included: the same object, if it has the same."""
+        now = parameters_of(self._model)
+        if list(now) != list(self._every) or not all(map(is_, now.values(), self._every.values())):
+            self._every = now
+        return owners(self._every)
 
     def check(self) -> Mapping[str, Tensor]:
         """Refuse, by name, what has changed; returns `every`."""

@@ -100,14 +100,20 @@ class Noise:
 
 
 def _for_each(do: Callable[[int], None], blocks: Sequence[int]) -> None:
-    """Do it for every block, in as many threads as pay."""
-    workers = min(torch.get_num_threads(), len(blocks) // _FEWEST)
-    if workers <= 1:
-        for block in blocks:
+    """Do it for every block, in as many threads as pay, of which this is one."""
+    workers = max(1, min(torch.get_num_threads(), len(blocks) // _FEWEST))
+
+    def do_share(first: int) -> None:
+        for block in blocks[first::workers]:
             do(block)
-    else:
-        with ThreadPoolExecutor(workers) as pool:
-            list(pool.map(do, blocks))
+
+    if workers == 1:
+        do_share(0)
+        return
+    with ThreadPoolExecutor(workers - 1) as pool:
+        others = pool.map(do_share, range(1, workers))
+        do_share(0)
+        list(others)  # raises what they have raised
 
 
 def _add_by_numpy(parts: Sequence[Tensor], noise: Noise, block: int) -> None:

@@ -41,7 +41,8 @@ def _replay(
     """Gates' cotangents (T, B, 4h), states before each step (T, B, h) and d_c0 (B, h), each in memory of its own."""
     layer = LstmLayer(x, h0, c0, w_ih, w_hh, (biases[0], biases[1]) if biases else None, output, reverse)
     found = replay_lstm(layer, d_output, d_hn, d_cn)
-    return found.d_gates, found.h_previous.contiguous(), found.d_c0.clone()
+    before = found.h_previous.clone() if reverse else found.h_previous  # which begins inside of its memory
+    return found.d_gates, before, found.d_c0.clone()
 
 
 def _fake_replay(x: Tensor, h0: Tensor, *given: object) -> _Three:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 
-from persample.dp.census import Census
+from persample.modules import parameters_of
 
 
 def model() -> nn.Sequential:
@@ -54,19 +56,18 @@ CHANGES = [_replaced, _added, _removed, _another_module, _one_more, _tied, _exch
 @pytest.mark.parametrize("change", CHANGES)
 def test_changes_are_seen(change: Callable[[nn.Sequential], None]) -> None:
     made = model()
-    census = Census(made)
-    census.named()
+    parameters_of(made)
     change(made)
-    found, want = census.named(), dict(made.named_parameters())
+    found, want = parameters_of(made), dict(made.named_parameters())
     assert list(found) == list(want)
     assert all(found[name] is want[name] for name in want)
 
 
 def test_nothing_is_asked_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    census = Census(model())
-    first = census.named()
+    made = model()
+    first = parameters_of(made)
     monkeypatch.setattr(nn.Module, "_named_members", None)
-    assert dict(census.named()) == dict(first)
+    assert parameters_of(made) == first
 
 
 def test_modules_with_their_own_names() -> None:
@@ -74,4 +75,38 @@ def test_modules_with_their_own_names() -> None:
         def named_parameters(self, *args: object, **kwargs: object):  # type: ignore[no-untyped-def, override]
             yield "mine", self.weight
 
-    assert list(Census(Own(2, 2)).named()) == ["mine"]
+    assert list(parameters_of(own := Own(2, 2))) == ["mine"]
+    assert list(parameters_of(own)) == ["mine"]
+
+
+def test_models_that_are_equal_and_not_the_same() -> None:
+    class Equal(nn.Linear):
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Equal)
+
+        def __hash__(self) -> int:
+            return 0
+
+    for made in (Equal(2, 2), Equal(2, 2)):
+        assert parameters_of(made)["weight"] is made.weight
+
+
+def test_nothing_is_kept_alive() -> None:
+    made = model()
+    parameters_of(made)
+    gone = [weakref.ref(made), weakref.ref(made[0].weight)]
+    made[0].weight = nn.Parameter(torch.ones(3, 2))
+    assert gone[1]() is None
+    del made
+    gc.collect()
+    assert gone[0]() is None
+
+
+def test_a_parameter_in_the_place_of_another() -> None:
+    """What is freed may be where the next one is made."""
+    made = model()
+    for _ in range(50):
+        parameters_of(made)
+        del made[0].weight
+        made[0].weight = nn.Parameter(torch.ones(3, 2))
+        assert parameters_of(made)["0.weight"] is made[0].weight

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from persample.compiled.modules import attributes_of, held_by, is_usual
+from persample.modules import attributes_of, held_by, is_usual
 
 
 @pytest.mark.parametrize(
