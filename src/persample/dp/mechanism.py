@@ -45,6 +45,11 @@ class Mechanism:
             self._known_units = bound, self.exactly().units_for(self._params)
         return self._known_units[1]
 
+    @property
+    def noise_size(self) -> int:
+        """How many numbers get noise of their own in a release."""
+        return self._size + (self._clipper.counted_in is not None) if self._plan.noise else 0
+
     def noisy_means(self, sums: Sequence[Whole], source: Source, number: int) -> list[Tensor]:
         """The sums with the noise of a release, over the expected batch size; a bound that moves follows the count."""
         counted = self._clipper.counted_in is not None

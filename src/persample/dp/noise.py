@@ -21,7 +21,7 @@ from torch import Tensor
 from ..kernels.devices import has_float64
 from .sources import Numbers, Source
 
-_BLOCK = 2**16  # numbers at a time: they stay in the cache, and each block has a stream of its own
+BLOCK = 2**16  # numbers at a time: they stay in the cache, and each block has a stream of its own
 _AT_A_TIME = 64  # blocks whose noise is copied to an accelerator at once
 _FEWEST = 4  # blocks for each thread at least: starting one takes as long as a block
 _SHARE = 2.0**-12  # what rounding to the grid may add to the sensitivity, relatively
@@ -79,7 +79,7 @@ def add_noise(sums: Sequence[Tensor], scale: Scale, source: Source, step: int, s
     if any(t.device.type != "cpu" for t in flat):
         _add_elsewhere(flat, noise)
         return
-    blocks = list(_blocks(flat, _BLOCK))
+    blocks = list(_blocks(flat, BLOCK))
     _for_each(lambda block: _add_by_numpy(blocks[block], noise, block), range(len(blocks)))
 
 
@@ -133,7 +133,7 @@ def _add_by_numpy(parts: Sequence[Tensor], noise: Noise, block: int) -> None:
 def _add_elsewhere(flat: Sequence[Tensor], noise: Noise) -> None:
     """Add noise to sums that are not all on the CPU: many blocks at a time, in memory that is written once."""
     grid = noise.scale.grid
-    for turn, parts in enumerate(_blocks(flat, _AT_A_TIME * _BLOCK)):
+    for turn, parts in enumerate(_blocks(flat, _AT_A_TIME * BLOCK)):
         places = [part.device if has_float64(part.device) else torch.device("cpu") for part in parts]
         drawn = _drawn(noise, turn * _AT_A_TIME, sum(len(part) for part in parts), set(places))
         for part, place, each in zip(parts, places, drawn.split([len(part) for part in parts]), strict=True):
@@ -150,7 +150,7 @@ def _drawn(noise: Noise, first: int, size: int, devices: set[torch.device]) -> T
     """
     pinned = {device.type for device in devices} == {"cuda"}
     drawn = torch.empty(size, dtype=torch.float64, device="cpu", pin_memory=pinned)
-    blocks = [block.numpy() for block in drawn.split(_BLOCK)]
+    blocks = [block.numpy() for block in drawn.split(BLOCK)]
     _for_each(lambda place: noise.fill(blocks[place], first + place), range(len(blocks)))
     return drawn.to(next(iter(devices)), non_blocking=pinned) if len(devices) == 1 else drawn
 
@@ -161,7 +161,7 @@ _kept = threading.local()
 def _buffers(size: int) -> tuple[Numbers, Numbers]:
     """Buffers that a thread uses again and again: fresh pages cost more than what is written into them."""
     if not hasattr(_kept, "buffers"):
-        _kept.buffers = np.empty((2, _BLOCK))
+        _kept.buffers = np.empty((2, BLOCK))
     return _kept.buffers[0, :size], _kept.buffers[1, :size]
 
 

@@ -16,6 +16,7 @@ from .binding import Binding, mark, trainable
 from .books import Books
 from .clips import Clip, clipper
 from .compiled import CompiledSums
+from .early import Early
 from .errors import PrivacyError
 from .fingerprints import alike
 from .given import Given
@@ -98,7 +99,7 @@ class Private:
         self._clip = ClippedSum(1.0) if clip is None else clip
         self._clipper = clipper(self._clip, params, plan)
         self._binding = Binding(model, optimizer, self._clipper)
-        self._source = make_source(secure, seed, self._team.agree, self._binding.setup(plan))
+        self._source = Early(make_source(secure, seed, self._team.agree, self._binding.setup(plan)))
         self._ledger, self._releases = Ledger(plan), Releases()
         self._guard = Guard(model, check_every if self._team.reruns else 0)
         self._steady = Steady()
@@ -267,6 +268,8 @@ class Private:
         elif self._guard.is_due and not self._is_left_out(part):
             self._compiled.show(given, part.size)  # to the guard, which sees what Python runs
         self._guard.hold()
+        if part.last and self._team.size == 1:
+            self._source.begin(self._releases.upcoming, self._mechanism.noise_size)
         sums = self._of_batch(given, part)
         self._world.check()
         every = self._binding.check()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import secrets
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ class Releases:
     """
 
     def __init__(self) -> None:
-        self._numbers = itertools.count()
+        self.upcoming = 0  # the number of the next release
         self.renew()
 
     def renew(self) -> None:
@@ -53,7 +52,8 @@ class Releases:
         """A context around a release, with its number; a release that raises is not finished, and stops the run."""
         self.check()
         self.stop()
-        yield next(self._numbers)
+        number, self.upcoming = self.upcoming, self.upcoming + 1
+        yield number
         self._unfinished = False
 
 

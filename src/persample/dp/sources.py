@@ -39,6 +39,9 @@ class Source(ABC):
     def normals(self, number: int, block: int, out: Numbers) -> None:
         """Fill with a block of the standard normal noise of a release."""
 
+    def begin(self, number: int, size: int) -> None:  # noqa: B027 (for most, there is nothing to do)
+        """Know ahead that so many numbers will be drawn for a release."""
+
     def renew(self) -> None:
         """Make everything that is drawn from now on new, whatever was drawn by an earlier process."""
         self.nonce = secrets.token_bytes(16)
