@@ -83,8 +83,9 @@ bench-peers: $(PEERS_STAMP)
 
 # Compilers take most of the time. Nothing that was compiled before is found: it would be what is measured.
 bench-compiled: $(STAMP)
-	TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 $(BIN)/python -m benchmarks.run --compiled --no-memory --json $(RESULTS)/compiled.json
-	$(BIN)/python -m benchmarks.private --compiled --workloads mlp-deep gpt-thin --json $(RESULTS)/compiled-private.json
+	TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 $(BIN)/python -m benchmarks.run --compiled --no-memory --json docs/benchmarks/compiled.json
+	$(BIN)/python -m benchmarks.private --compiled --workloads mlp-deep gpt-thin --json docs/benchmarks/compiled-private.json
+	$(BIN)/python -m benchmarks.tables docs/benchmarks.md
 
 bench-private: $(PEERS_STAMP)
 	$(PEERS)/bin/python -m benchmarks.private --json $(RESULTS)/private.json

@@ -28,7 +28,14 @@ def filled(page: str, tables: dict[str, str]) -> str:
     return MARKED.sub(lambda found: f"{found['begin']}{tables[found['name']]}{found['end']}", page)
 
 
-def all_tables(peers: Report, scaling: Report, parts: Report, launches: Report) -> dict[str, str]:
+def all_tables(
+    peers: Report,
+    scaling: Report,
+    parts: Report,
+    launches: Report,
+    compiled: Report,
+    compiled_private: Report,
+) -> dict[str, str]:
     """Markdown by name."""
     tables = {kind: ratios(peers, kind) for kind in ("gradients", "clipped sums", "norms")}
     tables |= {size: growth(scaling, size) for size in CURVES}
@@ -44,7 +51,11 @@ def all_tables(peers: Report, scaling: Report, parts: Report, launches: Report) 
         "launches": launch_counts(launches),
         "host time": host_time(launches),
         "launches environment": environment(launches),
-        "failures": failures([peers, scaling]),
+        "compiled": compiled_steps(compiled),
+        "compiled environment": environment(compiled),
+        "compiled private": private_steps(compiled_private),
+        "compiled private environment": environment(compiled_private),
+        "failures": failures([peers, scaling, compiled]),
     }
 
 
@@ -142,6 +153,36 @@ def time_parts(report: Report) -> str:
     return _markdown(["", *head], lines)
 
 
+def compiled_steps(report: Report) -> str:
+    """Ratios to a plain eager step, and the seconds that a build takes."""
+    methods = [name for name in report["methods"] if name != "plain"]
+    lines = []
+    for workload in report["workloads"]:
+        found = [_find(report, workload, method) for method in methods]
+        lines.append([workload, *(_with_build(row) for row in found)])
+    return _markdown(["", *(_title(report, name) for name in methods)], lines)
+
+
+def private_steps(report: Report) -> str:
+    """Private steps, noise and optimizer included, as ratios to a plain training step."""
+    names = [name for name in report["trainers"] if name != "plain"]
+    by_workload: dict[str, dict[str, Row]] = {}
+    for row in report["rows"]:
+        by_workload.setdefault(row["workload"], {})[row["trainer"]] = row
+    lines = [
+        [workload, *(f"{rows[name]['ratio']['plain']['median']:.2f}" for name in names)]
+        for workload, rows in by_workload.items()
+    ]
+    return _markdown(["", *(f"`{report['trainers'][name]['title']}`" for name in names)], lines)
+
+
+def _with_build(row: Row) -> str:
+    if row["status"] != "ok":
+        return str(row["status"])
+    built = f", {row['seconds_before']:.0f} s" if "compiled" in row["method"] else ""
+    return f"{row['ratio']['median']:.2f}{built}"
+
+
 def launch_counts(report: Report) -> str:
     """Launches of every verb, as a ratio to a plain step's; and waits of the host, where there are any."""
     lines = []
@@ -219,7 +260,9 @@ def _markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 def load(folder: Path = RESULTS) -> tuple[Report, ...]:
     """The figures that the pages show."""
     read: Callable[[str], Report] = lambda name: json.loads((folder / name).read_text())  # noqa: E731
-    return tuple(read(f"{name}.json") for name in ("peers", "scaling", "parts", "launches"))
+    return tuple(
+        read(f"{name}.json") for name in ("peers", "scaling", "parts", "launches", "compiled", "compiled-private")
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
