@@ -60,7 +60,7 @@ def test_one_choice_serves_all_batch_sizes() -> None:
 def test_private_steps_choose_by_the_plan() -> None:
     """And not by what was drawn, on which no sample's rounding may depend."""
     model, draw = images()
-    held = Held("convolution_norms")
+    held = Held("convolution_stack")
     plan = dp.Plan(examples=200, batch_size=129, steps=2, noise_multiplier=1.0, delta=1e-3, accountant="rdp")
     private = dp.Private(
         model,
