@@ -10,23 +10,27 @@ Index letters, here and in every rule: B samples, T positions, d in, p out, G gr
 from . import convolution_ops  # noqa: F401 (which registers them)
 from .base import Factor
 from .bounded import bounded_sums, terms_are_bounded
+from .by_rows import ByRows
 from .combine import Sum, View, combine
 from .convolution import Convolution
 from .deferred import Deferred
 from .dense import Dense, DenseCopy, Masked
 from .forms import Form, form_of, kind_of, together
+from .hadamard import Hadamard
 from .outer import Outer
 from .part import Part, one_by_one, regroup, split
 from .rows import Rows
 from .workspace import Workspace
 
 __all__ = [
+    "ByRows",
     "Convolution",
     "Deferred",
     "Dense",
     "DenseCopy",
     "Factor",
     "Form",
+    "Hadamard",
     "Masked",
     "Outer",
     "Part",

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..kernels.norms import wide
 from .base import Factor, Selection, Shape
+from .by_rows import beside, norms_of_both
 from .deferred import Deferred
 from .dense import Dense
 from .integer_sums import IntegerSum, TermsSum
@@ -203,13 +204,17 @@ class Sum(Factor):
         return total
 
     def prefers_stack(self, reused: bool) -> bool:
-        return tied(self.terms) is None
+        return tied(self.terms) is None and (reused or beside(self.terms) is None)
 
     def _compute_norms(self, space: Workspace) -> Tensor:
-        table = tied(self.terms)
-        if table is None:
+        table, both = tied(self.terms), beside(self.terms)
+        if table is not None:
+            found = tied_norms(*table, space)
+        elif both is not None:
+            found = norms_of_both(*both, space)
+        else:
             return super()._compute_norms(space)
-        norms = with_untrusted_recomputed(self, *tied_norms(*table, space), space)
+        norms = with_untrusted_recomputed(self, *found, space)
         if hasattr(self, "_cancelling"):
             del self._cancelling  # which misses what cancels within each of the two terms
         return norms

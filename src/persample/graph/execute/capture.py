@@ -330,6 +330,7 @@ class Capture:
     def _pull(self, site: Site) -> None:
         """Through an op that all samples share, B cotangents at a time."""
         factors, slow = pull(site, [self._take((site.index, nr)) for nr in range(len(site.shapes))], self.samples.batch)
+        site.forget()
         for k, slot in site.outputs:
             if slow and k in factors:
                 self._note_slow(site, k, self.slow_below)

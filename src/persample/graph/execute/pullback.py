@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from ...distributed.wrappers import passed_from, passes_on
 from ...factors import Dense, Factor
+from ..read.saved import in_checkpoint
 from ..read.site import Site
 from .fallback import loops, push_stacked
 
@@ -29,7 +30,25 @@ def pull(site: Site, factors: Sequence[Factor | None], batch: int) -> tuple[dict
     lifted_factor = lifted(site, first) if first is not None and wanted == [0] else None
     if lifted_factor is not None:
         return {0: lifted_factor}, False
+    kept = _kept_through(site, first, wanted) if first is not None and len(factors) == 1 else {}
+    wanted = [k for k in wanted if k not in kept]
+    if not wanted:
+        return kept, False
     stacks = [None if f is None else f.stack() for f in factors]
     if site.op.pull is not None and stacks[0] is not None and len(stacks) == 1:
-        return {k: factor for k, factor in site.op.pull(site, stacks[0]).items() if k in wanted}, False
-    return {k: Dense(v) for k, v in push_stacked(site, stacks, batch, wanted).items()}, loops(site)
+        return {**kept, **{k: factor for k, factor in site.op.pull(site, stacks[0]).items() if k in wanted}}, False
+    written = {k: Dense(v) for k, v in push_stacked(site, stacks, batch, wanted).items()}
+    return {**kept, **written}, loops(site)
+
+
+def _kept_through(site: Site, factor: Factor, wanted: Sequence[int]) -> dict[int, Factor]:
+    """The factors of those operands to which the op's result leads without anything being written out."""
+    found: dict[int, Factor] = {}
+    if in_checkpoint(site.node):  # what it has saved can be read once, and the node may have to be called
+        return found
+    for k in wanted:
+        through = site.op.through.get(k)
+        passed = None if through is None else through(site, k, factor)
+        if passed is not None and passed.shape == site.target(k) and passed.dtype == site.metadata(k).dtype:
+            found[k] = passed
+    return found

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
+
+from ...factors import ByRows, Factor
 from ..layout import Flow, Layout, Outcome, Shape, same
 from ..read.site import Site
 from .dims import but, follow, keep, of_same_size, only
@@ -41,6 +44,17 @@ def _unreduced(site: Site, layout: Layout, shape: Shape, target: Shape) -> Layou
     return follow(layout, shape, target, [d for d in range(len(target)) if d not in reduced], len(target))
 
 
+def through_norms_of_rows(site: Site, k: int, factor: Factor) -> Factor | None:
+    """Euclidean norms over all dims but the first: every row of the tensor, over its norm, times the cotangent."""
+    t, norm = site.tensor("self"), site.tensor("result")
+    rows = site.dims("dim", t.ndim) == tuple(range(1, t.ndim)) and t.ndim > 1
+    if not rows or site.value("ord") != 2 or t.is_complex() or factor.dtype != t.dtype:
+        return None
+    norm = norm.reshape(-1, *[1] * (t.ndim - 1))
+    unit = torch.where(norm == 0, torch.zeros((), dtype=t.dtype, device=t.device), t / norm)
+    return ByRows(factor.stack().flatten(1), unit)
+
+
 _along = partial(op, flow=along_dim)
 
 _along("Softmax LogSoftmax", vmap=True, shape_follows=True)
@@ -56,9 +70,10 @@ _along(
 _along("Topk", vmap=True, ranks=True)
 op("FftR2C FftC2R FftC2C", flow=fourier, vmap=True)
 op(
-    "Sum Mean Nansum Prod Amax Amin Max Min Median Nanmedian Kthvalue Mode Logsumexp LinalgVectorNorm Norm Var Std"
-    " VarMean StdMean Aminmax",
+    "Sum Mean Nansum Prod Amax Amin Max Min Median Nanmedian Kthvalue Mode Logsumexp Norm Var Std VarMean StdMean"
+    " Aminmax",
     flow=reduction,
     vmap=True,
 )
+op("LinalgVectorNorm", flow=reduction, vmap=True, through={0: through_norms_of_rows})
 op("Renorm", vmap=True)

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...factors import Dense, Factor
+from ...factors import ByRows, Dense, Factor, combine
+from ...factors.maps import inner_with, scaled
 from ...kernels.library import group_norm_sums
 from ...kernels.norms import wide
 from ..layout import Flow, Outcome, Shape, carry, sample_dims
@@ -160,6 +161,25 @@ def weight_norm(site: Site, dw: Tensor) -> dict[int, Factor]:
     return {0: Dense(dv.to(dtype)), 1: Dense(dg.reshape(len(dw), *g.shape).to(dtype))}
 
 
+def through_weight_norm(site: Site, k: int, factor: Factor) -> Factor | None:
+    """The same where norms are those of rows: dg are inner products, and dv is dw, scaled by rows, less scaled v."""
+    v, norm = site.tensor("v"), site.tensor("result1")
+    if site.number("dim") % v.ndim != 0 or v.is_complex() or v.dtype != wide(v.dtype):
+        return None
+    shape = (len(v), *[1] * (v.ndim - 1))
+    if site.memo.get("of") is not factor:  # both outputs need these
+        unit = v / norm.reshape(shape)
+        site.memo.update(of=factor, unit=unit, dg=inner_with(factor, unit, shape))
+    dg: Factor | None = site.memo["dg"]
+    if k == 1 or dg is None:
+        return dg
+    scale = (site.tensor("g").reshape(shape) / norm.reshape(shape)).to(factor.dtype)
+    along = scaled(factor, scale)
+    if along is None:
+        return None
+    return combine([along, ByRows(dg.stack().flatten(1) * -scale.flatten(), site.memo["unit"])])
+
+
 _op = partial(op, flow={0: rows, 1: shared_by_rows, 2: shared_by_rows}, mixed_dims=last_dims)
 _READ = ("input", "result1", "result2")
 
@@ -189,5 +209,6 @@ _SAVED: dict[str, Callable[[Callable[[str], Any]], Any]] = {
 op(
     "WeightNormInterface",
     pull=weight_norm,
+    through=dict.fromkeys((0, 1), through_weight_norm),
     aten=(Aten("_weight_norm_interface_backward.default", ("grad_w",), None, saved=_SAVED),),
 )

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from ...factors import Factor, View
+from ...factors.maps import inner_with, scaled
 from ...factors.rearrange import Cast
 from ..layout import Flow, Labels, Outcome, Shape, broadcast_dims, carry
 from ..read.invoke import call
@@ -89,6 +91,51 @@ def cast(site: Site, factor: Factor, target: Shape) -> Factor | None:
     return View(factor, target, Cast(factor.dtype, site.metadata(0).dtype))
 
 
+def _times(site: Site, k: int, factor: Factor, other: Tensor) -> Factor | None:
+    """Gradients times the other operand, summed where this one was broadcast."""
+    target = site.target(k)
+    return scaled(factor, other) if target == factor.shape else inner_with(factor, other, target)
+
+
+def _operand(site: Site, name: str, like: Factor) -> Tensor | None:
+    """A saved operand, or a number in its place."""
+    if isinstance(number := site.value(name), (int, float)):
+        return torch.tensor(number, dtype=like.dtype, device=like.device)
+    return site.optional(name)
+
+
+def through_sum(site: Site, k: int, factor: Factor, sign: int = 1) -> Factor | None:
+    """self + alpha · other."""
+    number = sign * site.value("alpha") if k else 1
+    if factor.shape != site.target(k):
+        return None
+    return factor if number == 1 else scaled(factor, torch.tensor(number, dtype=factor.dtype, device=factor.device))
+
+
+through_difference = partial(through_sum, sign=-1)
+
+
+def through_product(site: Site, k: int, factor: Factor) -> Factor | None:
+    """self · other."""
+    other = _operand(site, "self" if k else "other", factor)
+    return None if other is None else _times(site, k, factor, other)
+
+
+def through_quotient(site: Site, k: int, factor: Factor) -> Factor | None:
+    """self / other: one over the other, or -self / other²."""
+    other = _operand(site, "other", factor)
+    if other is None or other.is_complex():
+        return None
+    if k == 0:
+        return _times(site, k, factor, other.to(factor.dtype).reciprocal())
+    return _times(site, k, factor, -site.tensor("self") / other.square())
+
+
+def through_negative(site: Site, k: int, factor: Factor) -> Factor | None:
+    """-self."""
+    return scaled(factor, torch.tensor(-1.0, dtype=factor.dtype, device=factor.device))
+
+
 _op = partial(op, flow={EVERY: elementwise}, by_shape=True, pointwise=True, rule=backward)
 
 _COPIES = tuple(Aten(f"{name}.default", ("self",)) for name in ("clone", "alias", "detach"))
@@ -98,11 +145,13 @@ _op("Clone", vmap=True, view=True, lift=same, shape_follows=True, aten=_COPIES)
 _op("Alias", vmap=True, view=True, lift=same)
 _op("ToCopy", vmap=True, view=True, lift=cast, aten=_CASTS)
 _op("Expand", rule=expand, vmap=True, shares_memory=True, new_rows=lambda node, shape: ())
-_op("Add", rule=add, vmap=True, shape_follows=True)
-_op("Sub", rule=subtract, vmap=True, shape_follows=True)
-_op("Mul", rule=multiply, vmap=True, shape_follows=True)
+_op("Add", rule=add, vmap=True, shape_follows=True, through=dict.fromkeys((0, 1), through_sum))
+_op("Sub", rule=subtract, vmap=True, shape_follows=True, through=dict.fromkeys((0, 1), through_difference))
+_op("Mul", rule=multiply, vmap=True, shape_follows=True, through=dict.fromkeys((0, 1), through_product))
+_op("Div", vmap=True, shape_follows=True, through=dict.fromkeys((0, 1), through_quotient))
+_op("Neg", vmap=True, shape_follows=True, through={0: through_negative})
 _op(
-    "Cos Div Elu Exp Gelu LeakyRelu Log Neg Relu Rsqrt Sigmoid Silu Sin Softplus Sqrt Tanh",
+    "Cos Elu Exp Gelu LeakyRelu Log Relu Rsqrt Sigmoid Silu Sin Softplus Sqrt Tanh",
     vmap=True,
     shape_follows=True,
 )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...factors import Dense, Factor, Outer, View
+from ...factors.maps import left_times, scaled, times_right
 from ...factors.rearrange import Reshape
 from ...kernels.norms import wide
 from ...numberless import read_numbers, with_numbers
@@ -251,6 +252,35 @@ def matrices_of_groups(site: Site, k: int, layouts: Layouts) -> Outcome:
     return Flow.SHARED if site.is_weight(k) else Flow.PROBE
 
 
+def through_mm(site: Site, k: int, factor: Factor) -> Factor | None:
+    """A product of two matrices that all samples share."""
+    if k == 0:
+        return times_right(factor, site.tensor("mat2").t())
+    return left_times(site.tensor("self").t(), factor)
+
+
+def through_addmm(site: Site, k: int, factor: Factor) -> Factor | None:
+    """beta · self + alpha · mat1 @ mat2."""
+    number = site.value("alpha" if k else "beta")
+    if k == 0:
+        passed = factor if site.target(0) == factor.shape else None
+    elif k == 1:
+        passed = times_right(factor, site.tensor("mat2").t())
+    else:
+        passed = left_times(site.tensor("mat1").t(), factor)
+    if passed is None or number == 1:
+        return passed
+    return scaled(passed, torch.tensor(number, dtype=factor.dtype, device=factor.device))
+
+
+def through_mv(site: Site, k: int, factor: Factor) -> Factor | None:
+    """A matrix times a vector: the gradient of the matrix is an outer product with that vector."""
+    if factor.dtype.is_complex or not isinstance(factor, Dense):
+        return None
+    vector = site.tensor("vec").to(factor.dtype)
+    return Outer(factor.value.unsqueeze(1), vector.expand(factor.batch, 1, -1))
+
+
 _product(
     "Mm",
     "ij",
@@ -258,6 +288,7 @@ _product(
     ("self", "mat2"),
     aten=_aten_product("mm.default"),
     rule=mm,
+    through=dict.fromkeys((0, 1), through_mm),
     rowwise=Rowwise({1: ("self",)}),
     vmap=True,
     shape_follows=True,
@@ -269,6 +300,7 @@ _product(
     {1: "ik", 2: "kj"},
     ("mat1", "mat2"),
     rule=addmm,
+    through=dict.fromkeys((0, 1, 2), through_addmm),
     rowwise=Rowwise({0: (), 2: ("mat1",)}, ("alpha", "beta")),
     vmap=True,
     shape_follows=True,
@@ -287,7 +319,7 @@ _product(
 )
 _product("Baddbmm", "nij", {1: "nik", 2: "nkj"}, ("batch1", "batch2"), rule=baddbmm, vmap=True)
 _product("Addbmm", "ij", {1: "nik", 2: "nkj"}, ("batch1", "batch2"), rule=addbmm, vmap=True)
-_product("Mv", "i", {0: "ik", 1: "k"}, ("self", "vec"), rule=mv, vmap=True)
+_product("Mv", "i", {0: "ik", 1: "k"}, ("self", "vec"), rule=mv, vmap=True, through={0: through_mv})
 _product("Addmv", "i", {1: "ik", 2: "k"}, ("mat", "vec"), rule=addmv, vmap=True)
 _product("Addr", "ij", {1: "i", 2: "j"}, ("vec1", "vec2"), vmap=True)
 _product("Dot", "", {0: "k", 1: "k"}, ("self", "tensor"), vmap=True)

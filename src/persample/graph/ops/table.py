@@ -22,6 +22,7 @@ Layouts = Sequence[Layout | None]
 FlowRule = Callable[["Site", int, Layouts], Outcome]
 Rule = Callable[["Use"], "Factor | None"]
 Lift = Callable[["Site", "Factor", Shape], "Factor | None"]
+Through = Callable[["Site", int, "Factor"], "Factor | None"]
 
 EVERY = -1  # stands for every operand that has no flow of its own
 
@@ -85,6 +86,8 @@ class Op:
     instead: Callable[[Site, Sequence[Tensor | None], Sequence[NodeSlot]], Sequence[Tensor | None] | None] | None = None
     # How B cotangents pass through it, where all samples share what it computes.
     lift: Lift | None = None
+    # The same for ops of several operands, by backward output: a factor of the operand that keeps its structure.
+    through: Mapping[int, Through] = field(default_factory=dict)
     pull: Callable[[Site, Tensor], dict[int, Factor]] | None = None  # the factors of all operands, from one stack
     vmap: bool = False  # its backward was seen to give the same numbers under vmap as in a loop
     # What kind of op it is.
