@@ -243,7 +243,7 @@ DIMS = [
         for name, fn in _SEVERAL.items()
     ],
     Row("Var", lambda: X.var(), {"dim": None}),
-    Row("LinalgVectorNorm", lambda: X.norm(), {"dim": None, "ord": 2.0}),
+    Row("LinalgVectorNorm", lambda: X.norm(), {"dim": None, "ord": 2}),
     Row("Amax", lambda: X.amax(), {"dim": ()}),
     Row("Sum", lambda: X.sum(()), {"dim": ()}),
 ]
