@@ -97,8 +97,11 @@ def beside(terms: Sequence[Factor]) -> tuple[Outer, ByRows] | None:
 
 
 def norms_of_both(outer: Outer, rows: ByRows, space: Workspace) -> tuple[Tensor, Tensor]:
-    """(B,) each: the norms of outer + rows from both norms and the inner product, and which can be trusted."""
-    dtype = wide(outer.dtype)
+    """(B,) each: the norms of outer + rows from both norms and the inner product, and which can be trusted.
+
+    Where numbers cannot be looked at, all have to be: products are in float64 then.
+    """
+    dtype = wide(outer.dtype) if can_look(outer.device) else widest(outer.device)
     read = outer.right.to(dtype) @ rows.rows.to(dtype).t()
     each = read.mul_(outer.left).sum(1).mul_(rows.scales)
     inner = each.sum(1, dtype=widest(outer.device)).mul_(outer.scale)
