@@ -98,10 +98,13 @@ def _times(site: Site, k: int, factor: Factor, other: Tensor) -> Factor | None:
 
 
 def _operand(site: Site, name: str, like: Factor) -> Tensor | None:
-    """A saved operand, or a number in its place."""
-    if isinstance(number := site.value(name), (int, float)):
-        return torch.tensor(number, dtype=like.dtype, device=like.device)
-    return site.optional(name)
+    """A saved operand, or a number in its place, which has no device and is no fake even where all tensors are."""
+    held = site.value(name)
+    if type(held) is Tensor and held.ndim == 0 and held.device.type == "cpu" and not held.requires_grad:
+        held = held.tolist()
+    if isinstance(held, (int, float)):
+        return torch.tensor(held, dtype=like.dtype, device=like.device)
+    return None if isinstance(held, complex) else site.optional(name)
 
 
 def through_sum(site: Site, k: int, factor: Factor, sign: int = 1) -> Factor | None:
