@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 import persample as ps
 from persample import NonFiniteError, dp
 from persample.dp import fingerprints
-from persample.dp.noise import _BLOCK, Scale, add_noise
+from persample.dp.noise import BLOCK, Scale, add_noise
 from persample.dp.records import Step
 from persample.dp.sources import Seeded
 from persample.testing import Work, count_work
@@ -198,7 +198,7 @@ def test_parameters_that_change_are_found() -> None:
 def test_noise_is_that_of_the_cpu_bit_by_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over blocks, several copies, and tensors that end within a block."""
     monkeypatch.setattr("persample.dp.noise._AT_A_TIME", 2)
-    sizes = [3, _BLOCK - 1, 0, 2 * _BLOCK + 17, 5]
+    sizes = [3, BLOCK - 1, 0, 2 * BLOCK + 17, 5]
     sums = [torch.randn(n, dtype=dtype) * 10.0 ** (i - 2) for i, n in enumerate(sizes)]
     scale, moved = Scale(0.3, 1.1, sum(sizes)), [t.to(DEVICE) for t in sums]
     mixed = [t.to(DEVICE) if i % 2 else t.clone() for i, t in enumerate(sums)]
