@@ -38,7 +38,7 @@ class Receiver(NamedTuple):
     """Who is given the factors of one backward, and is told before how much memory the call has kept."""
 
     sink: Sink
-    tell_bytes: Callable[[int], None] | None = None
+    tell_bytes: Callable[[int], int] | None = None
 
 
 @dataclass

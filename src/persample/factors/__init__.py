@@ -19,6 +19,7 @@ from .forms import Form, form_of, kind_of, together
 from .hadamard import Hadamard
 from .outer import Outer
 from .part import Part, one_by_one, regroup, split
+from .pulled import Pulled
 from .rows import Rows
 from .workspace import Workspace
 
@@ -34,6 +35,7 @@ __all__ = [
     "Masked",
     "Outer",
     "Part",
+    "Pulled",
     "Rows",
     "Sum",
     "View",

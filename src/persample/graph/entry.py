@@ -50,13 +50,14 @@ def capture_into(
     *,
     retain_graph: bool,
     independent: bool = False,
-    tell_bytes: Callable[[int], None] | None = None,
+    tell_bytes: Callable[[int], int] | None = None,
     at_once: AtOnce | None = None,
 ) -> None:
     """Hand the factor of every parameter that the losses reach to ``sink``, as soon as it is complete.
 
-    ``tell_bytes`` is told before, about how much memory the forward pass has kept. Where one compiled region makes all
-    factors, ``at_once`` is offered them, and the sink gets them only if it declines.
+    ``tell_bytes`` is told before, about how much memory the forward pass has kept, and says how much of it gradients
+    that are written out may take. Where one compiled region makes all factors, ``at_once`` is offered them, and the
+    sink gets them only if it declines.
     """
     if not len(losses) or not params:
         return
@@ -88,7 +89,7 @@ def capture_from(
     retain_graph: bool,
     independent: bool = False,
     trust_unseen: bool = False,
-    tell_bytes: Callable[[int], None] | None = None,
+    tell_bytes: Callable[[int], int] | None = None,
     check: Check | None = None,
     ordinary: Sequence[NodeSlot] = (),
     graph: Graph | None = None,
@@ -105,9 +106,9 @@ def capture_from(
         _report_interaction(meeting, independent)
     elif unseen and not trust_unseen:
         _refuse_unseen(unseen)
-    if tell_bytes is not None:
-        tell_bytes(made.activations * roots.itemsize)
-    running = Capture(made, roots, params, sink, ordinary, at_once)
+    room = None if tell_bytes is None else tell_bytes(made.activations * roots.itemsize)
+    # Where samples interact, most of the graph is below, and would be gone through once for every parameter.
+    running = Capture(made, roots, params, sink, ordinary, at_once, None if meeting or is_traced() else room)
     running.run(retain_graph)
     # Where samples interact, it has been said that everything below is slow; without numbers, nothing is.
     notes = running.slow if meeting else {**running.slow, **running.slow_below}

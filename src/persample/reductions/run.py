@@ -55,13 +55,17 @@ class Run:
         call = Call(params, batch, device, pack, Workspace.on(device, max_memory), ranks)
         return cls(reductions, call, memory_is_given=max_memory is not None)
 
-    def set_default_memory(self, activation_bytes: int) -> None:
-        """Let temporaries take as much memory as the forward pass has kept, unless the caller has given a bound."""
+    def set_default_memory(self, activation_bytes: int) -> int:
+        """Let temporaries take as much memory as the forward pass has kept, unless the caller has given a bound.
+
+        How much they may take is returned.
+        """
         if not self._memory_is_given:
             least = _ACCELERATORS_LEAST if launches_cost(self.call.device) else _LEAST_MEMORY
             if is_traced():  # what is kept is to be the same for all batch sizes
                 least = least // _SOME_SAMPLES * self.call.batch
             self._space.limit = max(activation_bytes, least)
+        return self._space.limit
 
     def add(self, names: Sequence[str], factor: Factor) -> None:
         """Take the complete factor of one parameter, or of several, whose samples follow one another (`Part`)."""

@@ -3,8 +3,9 @@
 The engine runs once. Cotangents are taken where samples meet what they share, each is turned into a factor, and there
 is one way from there to a parameter: a factor is added to those of the shared tensor that the op used, and as soon as
 no other is to come, their sum goes on to what that tensor was computed from. Views and casts are passed at once, with
-the factor's structure; any other op waits until the engine is done, and is then given B cotangents at a time. A
-parameter's factor is handed over as soon as it is complete, so that it need not outlive the backward.
+the factor's structure; any other op waits until the engine is done, and is then given the cotangents of all samples, or
+of a few at a time. A parameter's factor is handed over as soon as it is complete, so that it need not outlive the
+backward.
 
 The engine is not asked for summed weight gradients; fused LSTM nodes, which compute all or nothing, are spared them.
 """
@@ -40,6 +41,7 @@ from ..read.tape import Slot
 from .bundles import Bundle, joined
 from .fallback import push_masked, sum_by_probe
 from .plan import CapturePlan
+from .portions import gathered, in_words, is_on_its_way, pull_in_portions
 from .pullback import lifted, pull
 from .watch import Births, Gathering, changed_in_place
 
@@ -60,8 +62,10 @@ class Capture:
         sink: Sink,
         ordinary: Sequence[NodeSlot] = (),
         at_once: AtOnce | None = None,
+        room: int | None = None,
     ) -> None:
         self.at_once = at_once
+        self.room = room  # bytes for gradients behind ops that keep no structure; None: all are written out at once
         self.plan, self.tape, self.samples, self.roots = plan, plan.tape, plan.samples, roots
         self.sink = sink
         self.ordinary = ordinary  # where ordinary gradients are wanted
@@ -302,7 +306,7 @@ class Capture:
         if len(site.edges) == len(site.shapes) == 1:
             factor = self._take((first, 0))
             assert factor is not None
-            passed = lifted(site, factor)
+            passed = None if is_on_its_way(factor) else lifted(site, factor)
             if passed is not None:
                 return [([self.tape.edges[node][0] for node in nodes], passed)]
             self.terms[first, 0] = [factor]
@@ -328,8 +332,12 @@ class Capture:
             self._pull(self.samples.sites[self.held.pop()])
 
     def _pull(self, site: Site) -> None:
-        """Through an op that all samples share, B cotangents at a time."""
-        factors, slow = pull(site, [self._take((site.index, nr)) for nr in range(len(site.shapes))], self.samples.batch)
+        """Through an op that all samples share: the cotangents of all samples, or of a few at a time."""
+        taken = [self._take((site.index, nr)) for nr in range(len(site.shapes))]
+        if self.room is None:
+            factors, slow = pull(site, taken, self.samples.batch)
+        else:
+            factors, slow = pull_in_portions(site, taken, self.samples.batch, self.room)
         site.forget()
         for k, slot in site.outputs:
             if slow and k in factors:
@@ -350,12 +358,22 @@ class Capture:
         if factor is None:
             return
         names = [self._names(leaf) for leaf in leaves]
+        if is_on_its_way(factor):
+            factor = gathered(factor)
+            self._note_portions(names[0], factor)
         if all(len(each) == 1 for each in names):
             self.sink([name for (name,) in names], factor)
             return
         for each, part in zip(names, split(factor, len(leaves)), strict=True):
             for name in each:
                 self.sink([name], part)
+
+    def _note_portions(self, names: Sequence[str], factor: Factor) -> None:
+        """Remember to say that a large weight is written out for every sample, once per parameter."""
+        note = in_words(factor)
+        if note is not None:
+            for name in names:
+                self.slow_below.setdefault(("portions", name), f"parameter {name!r} {note}")
 
     def _names(self, leaf: int) -> list[str]:
         return self.names[id(self.tape.graph.leaves[leaf])]

@@ -22,23 +22,27 @@ def lifted(site: Site, factor: Factor) -> Factor | None:
 
 def pull(site: Site, factors: Sequence[Factor | None], batch: int) -> tuple[dict[int, Factor], bool]:
     """The factors of a node's inputs from those of its outputs, and whether samples went through one at a time."""
-    wanted = [k for k, _ in site.outputs]
-    if passes_on(site.node):
-        passed = {k: factors[passed_from(site.node, k)] for k in wanted}
-        return {k: factor for k, factor in passed.items() if factor is not None}, False
-    first = factors[0]
-    lifted_factor = lifted(site, first) if first is not None and wanted == [0] else None
-    if lifted_factor is not None:
-        return {0: lifted_factor}, False
-    kept = _kept_through(site, first, wanted) if first is not None and len(factors) == 1 else {}
-    wanted = [k for k in wanted if k not in kept]
-    if not wanted:
-        return kept, False
+    found = kept(site, factors)
+    wanted = [k for k, _ in site.outputs if k not in found]
+    if not wanted or passes_on(site.node):
+        return found, False
     stacks = [None if f is None else f.stack() for f in factors]
     if site.op.pull is not None and stacks[0] is not None and len(stacks) == 1:
-        return {**kept, **{k: factor for k, factor in site.op.pull(site, stacks[0]).items() if k in wanted}}, False
+        return {**found, **{k: factor for k, factor in site.op.pull(site, stacks[0]).items() if k in wanted}}, False
     written = {k: Dense(v) for k, v in push_stacked(site, stacks, batch, wanted).items()}
-    return {**kept, **written}, loops(site)
+    return {**found, **written}, loops(site)
+
+
+def kept(site: Site, factors: Sequence[Factor | None]) -> dict[int, Factor]:
+    """The factors of those inputs to which nothing has to be written out."""
+    wanted, first = [k for k, _ in site.outputs], factors[0]
+    if passes_on(site.node):
+        passed = {k: factors[passed_from(site.node, k)] for k in wanted}
+        return {k: factor for k, factor in passed.items() if factor is not None}
+    lifted_factor = lifted(site, first) if first is not None and wanted == [0] else None
+    if lifted_factor is not None:
+        return {0: lifted_factor}
+    return _kept_through(site, first, wanted) if first is not None and len(factors) == 1 else {}
 
 
 def _kept_through(site: Site, factor: Factor, wanted: Sequence[int]) -> dict[int, Factor]:
