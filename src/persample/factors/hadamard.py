@@ -40,6 +40,10 @@ class Hadamard(Factor):
     def stack(self, out: Tensor | None = None) -> Tensor:
         return torch.mul(self.base.stack(out), self.by, out=out)
 
+    def elements(self, start: int, stop: int) -> Tensor | None:
+        elements = self.base.elements(start, stop)
+        return None if elements is None else elements * self.by.reshape(-1)[start:stop]
+
     def upcast(self, dtype: torch.dtype | None = None) -> Factor:
         base = self.base.upcast(dtype)
         return self if base is self.base else Hadamard(base, self.by.to(base.dtype))

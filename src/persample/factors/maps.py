@@ -50,6 +50,8 @@ def _scaled(factor: Factor, by: Tensor) -> Factor | None:
         return Rows(factor.ids, factor.dy * _row_scales(factor, by), factor.size, skips=factor.skips)
     if isinstance(factor, Convolution):
         return _scaled_kernels(factor, by)
+    if isinstance(factor, Hadamard):
+        return Hadamard(factor.base, factor.by * by)
     if isinstance(factor, View) and (inside := _before(factor, by)) is not None:
         base = _scaled(factor.base, inside)
         return None if base is None else View(base, factor.shape, factor.rearrange)
@@ -192,6 +194,8 @@ def inner_with(factor: Factor, other: Tensor, target: Shape) -> Factor | None:
         return _each(factor, lambda term: inner_with(term, other, target))
     if factor.dtype.is_complex or other.is_complex():
         return None
+    if isinstance(factor, Hadamard):
+        return inner_with(factor.base, factor.by * other, target)
     if prod(target) == 1:
         return Dense(factor.dot(other.expand(factor.shape).unsqueeze(0)).reshape(-1, *target).to(factor.dtype))
     kept: Shape = (1,) * (len(factor.shape) - len(target)) + target

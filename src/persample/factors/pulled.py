@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.devices import can_look
-from ..kernels.norms import row_norms, wide
+from ..kernels.norms import row_norms, wide, widest
 from .base import Factor, Selection, Shape
 from .integer_sums import IntegerSum, StackSum
 from .limits import Unit
@@ -98,6 +98,13 @@ class Pulled(Factor):
         for some, stack in self.stacks(Workspace.on(self.device, self.room)):
             out[some] += stack
 
+    def _compute_norms(self, space: Workspace) -> Tensor:
+        """(B,): into one tensor, as small ones that stay would take room that large ones need again and again."""
+        norms = torch.empty(self.batch, dtype=widest(self.device), device=self.device)
+        for some, stack in self.stacks(space):
+            norms[some] = row_norms(stack)
+        return norms
+
     def weighted_sum(self, weights: Tensor, space: Workspace | None = None) -> Tensor:
         """The ops are called once, with the weighted sums of what comes to them."""
         if not self.sums_pass or not self.batch:
@@ -161,7 +168,7 @@ class Pulled(Factor):
     def cache_batch_independent_norms(self, space: Workspace) -> None:
         if not self.has_norms and self.batch and self.numel:
             alone = self._like_this(self.origins, alone=True)
-            self._norms = torch.cat([row_norms(stack) for _, stack in alone.stacks(space)])
+            self._norms = alone._compute_norms(space)
 
     def integer_sum(self, unit: Unit, space: Workspace) -> IntegerSum:
         self.cache_batch_independent_norms(space)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..._errors import UnsupportedError
-from ...factors import Dense, Factor, Masked, Part, combine, split
+from ...factors import Dense, Factor, Masked, Part, Pulled, combine, split
 from ...kernels.certificates import is_traced
 from ...kernels.streams import Streams
 from ...numberless import NoNumbers
@@ -358,22 +358,16 @@ class Capture:
         if factor is None:
             return
         names = [self._names(leaf) for leaf in leaves]
-        if is_on_its_way(factor):
-            factor = gathered(factor)
-            self._note_portions(names[0], factor)
+        factor = gathered(factor)
+        if isinstance(factor, Pulled) and (words := in_words(factor)) is not None:
+            for name in names[0]:
+                self.slow_below.setdefault(("portions", name), f"parameter {name!r} {words}")
         if all(len(each) == 1 for each in names):
             self.sink([name for (name,) in names], factor)
             return
         for each, part in zip(names, split(factor, len(leaves)), strict=True):
             for name in each:
                 self.sink([name], part)
-
-    def _note_portions(self, names: Sequence[str], factor: Factor) -> None:
-        """Remember to say that a large weight is written out for every sample, once per parameter."""
-        note = in_words(factor)
-        if note is not None:
-            for name in names:
-                self.slow_below.setdefault(("portions", name), f"parameter {name!r} {note}")
 
     def _names(self, leaf: int) -> list[str]:
         return self.names[id(self.tape.graph.leaves[leaf])]

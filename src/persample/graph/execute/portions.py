@@ -16,6 +16,7 @@ from torch import Tensor
 from ...distributed.wrappers import passes_on
 from ...factors import Dense, Factor, Pulled, Sum
 from ...kernels.norms import wide
+from ..layout import Shape
 from ..read.nodes import is_opaque
 from ..read.saved import in_checkpoint, in_own_task, in_plain_task, metadata
 from ..read.site import Site
@@ -126,7 +127,8 @@ class Way:
             most = max(most, own + sum(sizes[key] for key in live))
             left.subtract(self._key(source) for sources in step.inputs for source in sources)
             live = {key for key in live if left[key] > 0}
-        return max(most, sum(sizes[self._key(end)] for end in self.ends))
+        ends = [sizes[self._key(end)] for end in self.ends]
+        return max(most, sum(ends) + (max(ends) if len(ends) > 1 else 0))
 
     def lets_sums_pass(self) -> bool:
         """Are all ops PyTorch's own, whose backwards are linear, and nothing in half precision?"""
@@ -156,18 +158,10 @@ def _in_order(ends: Iterable[Source]) -> list[Step]:
     return list(order)
 
 
-def along(ends: Sequence[Source], site: Site, k: int, room: int) -> Pulled:
-    """The gradients of an op's operand, to which these lead."""
+def _along(ends: Sequence[Source], shape: Shape, dtype: torch.dtype, room: int) -> Pulled:
+    """The gradients to which these lead."""
     way = Way(ends)
-    return Pulled(
-        way.origins,
-        way,
-        site.target(k),
-        site.metadata(k).dtype,
-        each=way.bytes_at_once(),
-        room=room,
-        sums_pass=way.lets_sums_pass(),
-    )
+    return Pulled(way.origins, way, shape, dtype, each=way.bytes_at_once(), room=room, sums_pass=way.lets_sums_pass())
 
 
 def pull_in_portions(
@@ -187,44 +181,31 @@ def pull_in_portions(
     if not under_way and max(given, *sizes.values()) <= small:
         return pull(site, factors, batch)
     for k, size in sizes.items():
-        pulled = along([(step, k)], site, k, room)
+        pulled = _along([(step, k)], site.target(k), site.metadata(k).dtype, room)
         found[k] = Dense(pulled.stack()) if size <= small else pulled
     return found, loops(site) and site.op.lift is None and site.op.pull is None
 
 
 def gathered(factor: Factor) -> Factor:
-    """A sum of which several terms are on their way, as one such factor: ops that lead to both are called once."""
-    if not isinstance(factor, Sum):
+    """A sum of which some terms are on their way, as one such factor: ops that lead to several are called once."""
+    if not isinstance(factor, Sum) or not is_on_its_way(factor):
         return factor
-    ways = [term for term in factor.terms if isinstance(term, Pulled) and isinstance(term.through, Way)]
-    if len(ways) < 2:
-        return factor
-    one = Way([end for term in ways for end in term.through.ends])  # type: ignore[attr-defined]
-    joined = Pulled(
-        one.origins,
-        one,
-        factor.shape,
-        factor.dtype,
-        each=one.bytes_at_once(),
-        room=ways[0].room,
-        sums_pass=one.lets_sums_pass(),
-    )
-    others = [term for term in factor.terms if term not in ways]
-    return Sum([*others, joined]) if others else joined
+    room = max(term.room for term in factor.terms if isinstance(term, Pulled))
+    return _along(list(_sources(factor)), factor.shape, factor.dtype, room)
 
 
-def in_words(factor: Factor) -> str | None:
-    """What to say of a parameter's gradients that are on their way; None where they take no more than there is room."""
-    ways = [term for term in (factor.terms if isinstance(factor, Sum) else [factor]) if isinstance(term, Pulled)]
-    (pulled,) = ways  # `gathered`
+def in_words(pulled: Pulled) -> str | None:
+    """What to say of a parameter's gradients that are on their way; None where there is room for all of them at once.
+
+    So nothing is said of biases, scales and other small parameters, whatever they go through.
+    """
     assert isinstance(pulled.through, Way)
     if pulled.stack_bytes <= pulled.room:
         return None
-    size = f"{pulled.stack_bytes / 2**20:,.0f} MB"
     return (
-        f"is used through {', '.join(pulled.through.names())}, of which no form of gradients is known that is shorter "
-        f"than one of shape {pulled.shape} for every sample: they are exact, and written out "
-        f"{pulled.at_a_time} at a time, as all {pulled.batch} take {size} and max_memory leaves "
-        f"{pulled.room / 2**20:,.0f} MB. A larger max_memory makes it faster; sums, products with matrices, scales and "
-        f"masks of parameters are not written out at all."
+        f"is used through {', '.join(pulled.through.names())}, of which persample knows no gradients that are shorter "
+        f"than one of shape {pulled.shape} for every sample. They are exact, but written out, {pulled.at_a_time} of "
+        f"{pulled.batch} at a time: all of them take {pulled.stack_bytes / 2**20:,.1f} MB, and max_memory leaves "
+        f"{pulled.room / 2**20:,.1f} MB. Sums, products with matrices, scales and masks of parameters are not written "
+        f"out; a larger max_memory is faster where several things are asked for."
     )

@@ -139,6 +139,18 @@ def through_negative(site: Site, k: int, factor: Factor) -> Factor | None:
     return scaled(factor, torch.tensor(-1.0, dtype=factor.dtype, device=factor.device))
 
 
+def through_slope(site: Site, k: int, factor: Factor) -> Factor | None:
+    """A function of every element: gradients times its slope, which is what the node makes of ones.
+
+    Only for backwards that multiply: one that leaves elements out does not turn NaN there into NaN.
+    """
+    if factor.dtype.is_complex or factor.shape != site.target(k):
+        return None
+    ones = torch.ones(factor.shape, dtype=factor.dtype, device=factor.device)
+    slope = call(site.node, [ones], site.edges)[k]
+    return None if slope is None or slope.is_complex() else scaled(factor, slope)
+
+
 _op = partial(op, flow={EVERY: elementwise}, by_shape=True, pointwise=True, rule=backward)
 
 _COPIES = tuple(Aten(f"{name}.default", ("self",)) for name in ("clone", "alias", "detach"))
@@ -153,19 +165,26 @@ _op("Sub", rule=subtract, vmap=True, shape_follows=True, through=dict.fromkeys((
 _op("Mul", rule=multiply, vmap=True, shape_follows=True, through=dict.fromkeys((0, 1), through_product))
 _op("Div", vmap=True, shape_follows=True, through=dict.fromkeys((0, 1), through_quotient))
 _op("Neg", vmap=True, shape_follows=True, through={0: through_negative})
+_SLOPE = {0: through_slope}
+_op("Relu", vmap=True, shape_follows=True)
 _op(
-    "Cos Elu Exp Gelu LeakyRelu Log Relu Rsqrt Sigmoid Silu Sin Softplus Sqrt Tanh",
+    "Cos Elu Exp Gelu LeakyRelu Log Rsqrt Sigmoid Silu Sin Softplus Sqrt Tanh",
     vmap=True,
     shape_follows=True,
+    through=_SLOPE,
 )
 _op(
-    "Abs Acos Acosh Addcdiv Addcmul Angle Asin Asinh Atan Atan2 Atanh BinaryCrossEntropy BinaryCrossEntropyWithLogits"
-    " Ceil Celu Clamp ClampMax ClampMin Complex Conj Copysign Cosh Deg2Rad Digamma Erf Erfc Erfinv Exp2 Expm1 Floor"
-    " Fmax Fmin Fmod Frac Hardshrink Hardsigmoid Hardswish Hardtanh HuberLoss Hypot I0 Ldexp Lerp Lgamma Log10 Log1P"
-    " Log2 LogSigmoid Logaddexp Logaddexp2 Logit MaskedFill Maximum Minimum MseLoss NanToNum NativeDropout Polar"
-    " Polygamma Pow PreluKernel Rad2Deg Reciprocal Remainder Round Rsub Sgn Sign Sinc Sinh SmoothL1Loss Softshrink"
-    " SpecialEntr SpecialErfcx SpecialI0E SpecialI1 SpecialI1E SpecialLogNdtr SpecialNdtri SpecialXlog1Py Tan"
-    " Threshold Tril Triu Trunc Where Xlogy",
+    "Abs Acos Acosh Asin Asinh Atan Atanh Celu Cosh Deg2Rad Digamma Erf Erfc Erfinv Exp2 Expm1 Lgamma Log10 Log1P Log2"
+    " LogSigmoid Pow Rad2Deg Reciprocal Sinh Tan",
+    vmap=True,
+    through=_SLOPE,
+)
+_op(
+    "Addcdiv Addcmul Angle Atan2 BinaryCrossEntropy BinaryCrossEntropyWithLogits Ceil Clamp ClampMax ClampMin Complex"
+    " Conj Copysign Floor Fmax Fmin Fmod Frac Hardshrink Hardsigmoid Hardswish Hardtanh HuberLoss Hypot I0 Ldexp Lerp"
+    " Logaddexp Logaddexp2 Logit MaskedFill Maximum Minimum MseLoss NanToNum NativeDropout Polar Polygamma PreluKernel"
+    " Remainder Round Rsub Sgn Sign Sinc SmoothL1Loss Softshrink SpecialEntr SpecialErfcx SpecialI0E SpecialI1"
+    " SpecialI1E SpecialLogNdtr SpecialNdtri SpecialXlog1Py Threshold Tril Triu Trunc Where Xlogy",
     vmap=True,
 )
 _op(
