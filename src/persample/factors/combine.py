@@ -21,7 +21,7 @@ from .outer import Outer
 from .rearrange import AsComplex, Cast, Rearrangement, Reshape
 from .rows import Rows
 from .stacks import copied_to
-from .tied import tied, tied_bounds, tied_norms
+from .tied import tied, tied_bounds, tied_gram, tied_norms
 from .workspace import Workspace
 
 
@@ -254,6 +254,11 @@ class Sum(Factor):
         for term in self.terms[1:]:
             total = total + term.dot(directions, space)
         return total
+
+    def gram(self, other: Factor, space: Workspace | None = None) -> Tensor:
+        mine, theirs = tied(self.terms), tied(other.terms) if isinstance(other, Sum) else None
+        found = tied_gram(mine, theirs, space or Workspace()) if mine is not None and theirs is not None else None
+        return super().gram(other, space) if found is None else found
 
     def compress(self, left: Tensor, right: Tensor, space: Workspace | None = None) -> Tensor:
         total = self.terms[0].compress(left, right, space)

@@ -10,13 +10,14 @@ from torch import Tensor
 
 from ..kernels.devices import can_look
 from ..kernels.norms import row_norms, wide
-from ..kernels.rows import rows_summed
+from ..kernels.rows import Segments, add_products, rows_summed
 from .base import Factor, Selection, Shape
 from .integer_sums import IntegerSum, RowsSum
 from .limits import Unit, roundoff
 from .stacks import real_rows, squares
 from .workspace import Workspace
 
+_COST_OF_A_PAIR = 16  # rows of two samples, picked and multiplied, beside two rows in a product of matrices
 _SMALL_TABLE = 4  # times as many rows as a sample has positions: not worth sorting ids
 
 
@@ -226,7 +227,7 @@ class Rows(Factor):
         return products
 
     def gram(self, other: Factor, space: Workspace | None = None) -> Tensor:
-        """Inner products over the rows that both use, a range of ids at a time."""
+        """Inner products over the rows that both use: of rows that many samples use in products of matrices."""
         if not isinstance(other, Rows):
             return super().gram(other, space)
         space = space or Workspace()
@@ -234,13 +235,25 @@ class Rows(Factor):
         total = torch.zeros(self.batch, other.batch, dtype=dtype, device=self.device)
         if not can_look(self.device):
             return self._gram_without_looking(other, space, total)
-        common = torch.unique(self.ids[torch.isin(self.ids.contiguous(), other.ids.contiguous())])
-        common = common[common >= 0]
-        row = prod(self.shape[1:]) * wide(self.dtype).itemsize
-        for some in space.chunks(len(common), (self.batch + other.batch) * row):
-            mine, theirs = self._only(common[some]), other._only(common[some])
-            total.addmm_(real_rows(mine.stack()), real_rows(theirs.stack()).t())
+        (samples, ids, rows), (others_samples, others_ids, others) = (f._row_gradients() for f in (self, other))
+        mine, theirs = Segments.of(ids).in_common(Segments.of(others_ids))
+        few = mine.counts * theirs.counts * _COST_OF_A_PAIR < self.batch * other.batch
+        self._add_dense_products(total, other, mine.ids[~few], space)
+        each = 2 * prod(self.shape[1:]) * wide(self.dtype).itemsize + 64
+        add_products(
+            total,
+            (mine.at(few), samples, real_rows(rows)),
+            (theirs.at(few), others_samples, real_rows(others)),
+            lambda count: space.chunks(count, each),
+        )
         return total
+
+    def _add_dense_products(self, out: Tensor, other: Rows, ids: Tensor, space: Workspace) -> None:
+        """Add inner products over the rows ``ids``, with zeros for samples that do not use them."""
+        row = prod(self.shape[1:]) * wide(self.dtype).itemsize
+        for some in space.chunks(len(ids), (self.batch + other.batch) * row):
+            mine, theirs = self._only(ids[some]), other._only(ids[some])
+            out.addmm_(real_rows(mine.stack()), real_rows(theirs.stack()).t())
 
     def _gram_without_looking(self, other: Rows, space: Workspace, out: Tensor) -> Tensor:
         """Inner products of the rows' gradients of a few samples with all of the other's, where both have the same id.

@@ -1,4 +1,4 @@
-"""Norms for tied embeddings: a table of which rows are read, and that is also a matrix in a product."""
+"""Norms and inner products for tied embeddings: of a table some rows are read, and it is a matrix in a product."""
 
 from __future__ import annotations
 
@@ -59,3 +59,35 @@ def _inner(outer: Outer, rows: Rows, space: Workspace) -> Tensor:
         products = torch.bmm(outer.right[some].to(dtype), dy.mT).masked_fill_((ids < 0).unsqueeze(1), 0)
         inner.append(products.mul_(picked).sum((1, 2)))
     return torch.cat(inner).mul_(outer.scale)
+
+
+_LEAST_SUM = 2**-4  # where the sum of both terms is smaller beside them, their rounding shows in inner products
+
+
+def tied_gram(mine: tuple[Outer, Rows], theirs: tuple[Outer, Rows], space: Workspace) -> Tensor | None:
+    """(B, B'): the inner products of outer + rows with those of others, from four products of terms.
+
+    None where there are several outer products each, or where one of the sums is so small that digits are lost.
+    """
+    if any(outer.positions != 1 for outer, _ in (mine, theirs)) or not can_look(mine[0].device):
+        return None
+    for outer, rows in (mine, theirs):
+        norms, _ = tied_norms(outer, rows, space)
+        if not bool((norms >= _LEAST_SUM * (outer.term_norms() + rows.term_norms())).all()):
+            return None
+    dtype = widest(mine[0].device)
+    total = mine[0].gram(theirs[0], space).to(dtype) + mine[1].gram(theirs[1], space).to(dtype)
+    return total + _cross(mine[0], theirs[1], space) + _cross(theirs[0], mine[1], space).t()
+
+
+def _cross(outer: Outer, rows: Rows, space: Workspace) -> Tensor:
+    """(B, B'): Σ_u left[a, ids[b, u]] · (right[a] · dy[b, u]), in float64, for one outer product of every sample."""
+    dtype = widest(outer.device)
+    ids, dy = rows.ids.reshape(-1), rows.dy.flatten(0, 1).to(dtype)
+    products = []
+    for some in space.chunks(outer.batch, 2 * len(ids) * dtype.itemsize):
+        picked = outer.left[some].squeeze(1).index_select(1, ids.clamp(min=0)).to(dtype)
+        each = outer.right[some].squeeze(1).to(dtype) @ dy.t()
+        each = each.mul_(picked).masked_fill_(ids < 0, 0)
+        products.append(each.view(-1, rows.batch, rows.positions).sum(2))
+    return torch.cat(products).mul_(outer.scale)
