@@ -49,6 +49,9 @@ KEPT: dict[str, Callable[[Params], Tensor]] = {
     "addmm": lambda p: torch.addmm(p["w"], p["a"], p["b"], beta=0.5, alpha=2.0),
     "three products": lambda p: p["a"] @ (torch.eye(R).double() * 2) @ p["b"],
     "transposed": lambda p: (p["b"].t() @ p["a"].t()).t() * 0.5,
+    "tanh": lambda p: p["w"].tanh(),
+    "cubed and scaled": lambda p: 0.3 * p["w"] ** 3,
+    "masked and exponential": lambda p: (p["w"] * MASK).exp() * MASK,
 }
 # And where, of linear layers, too.
 ALSO: dict[str, Callable[[Params], Tensor]] = {
@@ -60,9 +63,15 @@ ALSO: dict[str, Callable[[Params], Tensor]] = {
     "spectral": spectral,
     "weight norm": lambda p: p["m"] * p["w"] / p["w"].norm(dim=1, keepdim=True),
     "weight norm of torch": lambda p: torch._weight_norm(p["w"], p["m"], 0),
+    "weight norm of columns": lambda p: p["w"] * (p["c"] / p["w"].norm(dim=0)),
+    "weight norm of torch, of columns": lambda p: torch._weight_norm(p["w"], p["c"].unsqueeze(0), 1),
+    "normalised columns": lambda p: p["w"] / p["w"].norm(dim=0, keepdim=True),
     "dora": dora,
 }
-WRITTEN: dict[str, Callable[[Params], Tensor]] = {"tanh": lambda p: p["w"].tanh(), "cubed": lambda p: p["w"] ** 3}
+WRITTEN: dict[str, Callable[[Params], Tensor]] = {
+    "softmax": lambda p: p["w"].softmax(0),
+    "clamped": lambda p: p["w"].clamp(max=2),
+}
 
 
 def params(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:

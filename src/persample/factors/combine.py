@@ -18,7 +18,7 @@ from .integer_sums import IntegerSum, TermsSum
 from .limits import Unit, roundoff
 from .norms import with_untrusted_recomputed
 from .outer import Outer
-from .rearrange import AsComplex, Cast, Rearrangement, Reshape
+from .rearrange import AsComplex, Cast, Permute, Rearrangement, Reshape
 from .rows import Rows
 from .stacks import copied_to
 from .tied import tied, tied_bounds, tied_gram, tied_norms
@@ -204,10 +204,10 @@ class Sum(Factor):
         return total
 
     def prefers_stack(self, reused: bool) -> bool:
-        return tied(self.terms) is None and (reused or beside(self.terms) is None)
+        return tied(self.terms) is None and (reused or beside(_by_rows(self.terms)) is None)
 
     def _compute_norms(self, space: Workspace) -> Tensor:
-        table, both = tied(self.terms), beside(self.terms)
+        table, both = tied(self.terms), beside(_by_rows(self.terms))
         if table is not None:
             found = tied_norms(*table, space)
         elif both is not None:
@@ -265,6 +265,16 @@ class Sum(Factor):
         for term in self.terms[1:]:
             total = total + term.compress(left, right, space)
         return total
+
+
+def _by_rows(terms: Sequence[Factor]) -> Sequence[Factor]:
+    """Outer products and scaled columns, as those and scaled rows of the transposed matrix."""
+    if len(terms) != 2:
+        return terms
+    outer, columns = terms if isinstance(terms[0], Outer) else reversed(terms)
+    if not isinstance(outer, Outer) or not isinstance(columns, View) or columns.rearrange != Permute((1, 0)):
+        return terms
+    return [outer.t(), columns.base]
 
 
 def combine(terms: Sequence[Factor]) -> Factor:

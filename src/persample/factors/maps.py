@@ -25,7 +25,7 @@ from .outer import Outer
 from .rearrange import Permute, Reshape
 from .rows import Rows
 
-__all__ = ["inner_with", "left_times", "scaled", "times_right"]
+__all__ = ["inner_with", "left_times", "scaled", "times_right", "transposed"]
 
 
 def scaled(factor: Factor, by: Tensor) -> Factor | None:
@@ -168,11 +168,18 @@ def _flipped(factor: Factor) -> Factor | None:
     return factor.base if isinstance(factor, View) and factor.rearrange == Permute((1, 0)) else None
 
 
-def _transposed(factor: Factor | None) -> Factor | None:
-    if factor is None or isinstance(factor, Outer):
-        return None if factor is None else factor.t()
+def transposed(factor: Factor) -> Factor:
+    """Every gradient, a matrix, transposed."""
+    if isinstance(factor, Outer) and factor.left.ndim == 3:
+        return factor.t()
+    if (flipped := _flipped(factor)) is not None:
+        return flipped
     p, d = factor.shape
     return View(factor, (d, p), Permute((1, 0)))
+
+
+def _transposed(factor: Factor | None) -> Factor | None:
+    return None if factor is None else transposed(factor)
 
 
 def _kernels(factor: Factor) -> Convolution | None:

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from ...factors import ByRows, Factor
+from ...factors.maps import transposed
 from ..layout import Flow, Layout, Outcome, Shape, same
 from ..read.site import Site
 from .dims import but, follow, keep, of_same_size, only
@@ -44,15 +45,18 @@ def _unreduced(site: Site, layout: Layout, shape: Shape, target: Shape) -> Layou
     return follow(layout, shape, target, [d for d in range(len(target)) if d not in reduced], len(target))
 
 
-def through_norms_of_rows(site: Site, k: int, factor: Factor) -> Factor | None:
-    """Euclidean norms over all dims but the first: every row of the tensor, over its norm, times the cotangent."""
+def through_norms(site: Site, k: int, factor: Factor) -> Factor | None:
+    """Euclidean norms of all rows, or of a matrix's columns: each over its norm, times the cotangent."""
     t, norm = site.tensor("self"), site.tensor("result")
-    rows = site.dims("dim", t.ndim) == tuple(range(1, t.ndim)) and t.ndim > 1
-    if not rows or site.value("ord") != 2 or t.is_complex() or factor.dtype != t.dtype:
+    dims = site.dims("dim", t.ndim)
+    rows, columns = dims == tuple(range(1, t.ndim)) and t.ndim > 1, dims == (0,) and t.ndim == 2
+    if not (rows or columns) or site.value("ord") != 2 or t.is_complex() or factor.dtype != t.dtype:
         return None
+    turned = t if rows else t.t()
     norm = norm.reshape(-1, *[1] * (t.ndim - 1))
-    unit = torch.where(norm == 0, torch.zeros((), dtype=t.dtype, device=t.device), t / norm)
-    return ByRows(factor.stack().flatten(1), unit)
+    unit = torch.where(norm == 0, torch.zeros((), dtype=t.dtype, device=t.device), turned / norm)
+    found = ByRows(factor.stack().flatten(1), unit)
+    return found if rows else transposed(found)
 
 
 _along = partial(op, flow=along_dim)
@@ -75,5 +79,5 @@ op(
     flow=reduction,
     vmap=True,
 )
-op("LinalgVectorNorm", flow=reduction, vmap=True, through={0: through_norms_of_rows})
+op("LinalgVectorNorm", flow=reduction, vmap=True, through={0: through_norms})
 op("Renorm", vmap=True)

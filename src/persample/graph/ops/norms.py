@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...factors import ByRows, Dense, Factor, combine
-from ...factors.maps import inner_with, scaled
+from ...factors.maps import inner_with, scaled, transposed
 from ...kernels.library import group_norm_sums
 from ...kernels.norms import wide
 from ..layout import Flow, Outcome, Shape, carry, sample_dims
@@ -162,22 +162,30 @@ def weight_norm(site: Site, dw: Tensor) -> dict[int, Factor]:
 
 
 def through_weight_norm(site: Site, k: int, factor: Factor) -> Factor | None:
-    """The same where norms are those of rows: dg are inner products, and dv is dw, scaled by rows, less scaled v."""
-    v, norm = site.tensor("v"), site.tensor("result1")
-    if site.number("dim") % v.ndim != 0 or v.is_complex() or v.dtype != wide(v.dtype):
+    """The same where norms are those of rows: dg are inner products, and dv is dw, scaled by rows, less scaled v.
+
+    Columns of a matrix are rows of the transposed one.
+    """
+    v, norm, dim = site.tensor("v"), site.tensor("result1"), site.number("dim")
+    dim %= v.ndim
+    if not (dim == 0 or (dim == 1 and v.ndim == 2)) or v.is_complex() or v.dtype != wide(v.dtype):
         return None
-    shape = (len(v), *[1] * (v.ndim - 1))
     if site.memo.get("of") is not factor:  # both outputs need these
-        unit = v / norm.reshape(shape)
-        site.memo.update(of=factor, unit=unit, dg=inner_with(factor, unit, shape))
+        rows, turned = (v, factor) if dim == 0 else (v.t(), transposed(factor))
+        shape = (len(rows), *[1] * (v.ndim - 1))
+        unit = rows / norm.reshape(shape)
+        site.memo.update(of=factor, turned=turned, unit=unit, dg=inner_with(turned, unit, shape))
     dg: Factor | None = site.memo["dg"]
     if k == 1 or dg is None:
-        return dg
+        return dg if dim == 0 or dg is None else transposed(dg)
+    unit, turned = site.memo["unit"], site.memo["turned"]
+    shape = (len(unit), *[1] * (v.ndim - 1))
     scale = (site.tensor("g").reshape(shape) / norm.reshape(shape)).to(factor.dtype)
-    along = scaled(factor, scale)
+    along = scaled(turned, scale)
     if along is None:
         return None
-    return combine([along, ByRows(dg.stack().flatten(1) * -scale.flatten(), site.memo["unit"])])
+    dv = combine([along, ByRows(dg.stack().flatten(1) * -scale.flatten(), unit)])
+    return dv if dim == 0 else transposed(dv)
 
 
 _op = partial(op, flow={0: rows, 1: shared_by_rows, 2: shared_by_rows}, mixed_dims=last_dims)
