@@ -102,8 +102,7 @@ def norms_of_both(outer: Outer, rows: ByRows, space: Workspace) -> tuple[Tensor,
     Where numbers cannot be looked at, all have to be: products are in float64 then.
     """
     dtype = wide(outer.dtype) if can_look(outer.device) else widest(outer.device)
-    read = outer.right.to(dtype) @ rows.rows.to(dtype).t()
-    each = read.mul_(outer.left).sum(1).mul_(rows.scales)
+    each = (outer.read(rows.rows, dtype) * outer.left).sum(1).mul_(rows.scales)
     inner = each.sum(1, dtype=widest(outer.device)).mul_(outer.scale)
     squares = outer.norms(space).square() + rows.norms(space).square() + 2 * inner
     return trusted_norms(squares, (outer.term_norms() + rows.norms()).square(), wide(outer.dtype), outer.dtype)

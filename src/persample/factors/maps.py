@@ -66,9 +66,9 @@ def _each(factor: Sum, change: Callable[[Factor], Factor | None]) -> Factor | No
 def _scaled_products(factor: Outer, by: Tensor) -> Factor:
     """Numbers, rows and columns; all else is applied to what is written out."""
     if by.shape[-1] == 1:
-        return Outer(factor.left * by.mT, factor.right, factor.scale)
+        return factor.scaled(by.mT, None)
     if by.shape[-2] == 1:
-        return Outer(factor.left, factor.right * by, factor.scale)
+        return factor.scaled(None, by)
     return Hadamard(factor, by.expand(factor.shape))
 
 
@@ -215,9 +215,9 @@ def _sums_of_products(factor: Factor, other: Tensor, kept: Shape) -> Factor | No
     first, last = kept[1:] == (1,) * (len(kept) - 1), kept[:1] == (1,) and kept[1:] == factor.shape[1:]
     if isinstance(factor, Outer) and factor.left.ndim == 3:
         if first:
-            return Dense((factor.left * (factor.right @ other.t())).sum(1).mul_(factor.scale).unsqueeze(2))
+            return Dense((factor.left * factor.read(other)).sum(1).mul_(factor.scale).unsqueeze(2))
         if last:
-            return Dense((factor.right * (factor.left @ other)).sum(1).mul_(factor.scale).unsqueeze(1))
+            return Dense((factor.right * factor.t().read(other.t())).sum(1).mul_(factor.scale).unsqueeze(1))
     if isinstance(factor, Rows) and (first or last):
         products = factor.dy * other[factor.ids.clamp(min=0)]
         if first:

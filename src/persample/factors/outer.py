@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf, prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from ..kernels.devices import can_look, has_fast_float64, launches_cost
 from ..kernels.gram import BLOCK, terms_in
 from ..kernels.norms import row_norms, wide, widest
+from ..numberless import storage_of
 from .base import Factor, Selection, Shape
 from .integer_sums import STACK_ELEMENTS, STACK_POSITIONS, IntegerSum, ProductSum
 from .limits import Unit, gram_bounds, roundoff
@@ -46,15 +48,26 @@ def prefers_stack(
     return min(by_gram, stack) + p * d * T > stack + p * d * _ACCELERATOR_REREAD if reused else by_gram > stack
 
 
+Reads = dict[str, Any]  # at most one product: its key, the matrix, which keeps the key valid, and the product
+
+
 class Outer(Factor):
     """gradient[b] = Σ_t left[b, t] ⊗ right[b, t], for left (B, *G, T, p) and right (B, *G, T, d): (B, *G, p, d)."""
 
-    __slots__ = ("_side_norms", "left", "memo", "right", "scale")
+    __slots__ = ("_side_norms", "left", "memo", "reads", "right", "scale")
     _side_norms: tuple[Tensor, Tensor]
 
-    def __init__(self, left: Tensor, right: Tensor, scale: float = 1.0, memo: dict[str, Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        left: Tensor,
+        right: Tensor,
+        scale: float = 1.0,
+        memo: dict[str, Tensor] | None = None,
+        reads: tuple[Reads, Reads] | None = None,
+    ) -> None:
         self.left, self.right, self.scale = left, right, scale
         self.memo = memo  # results about ``left`` that factors with the same one share
+        self.reads = ({}, {}) if reads is None else reads  # products of ``left`` and ``right`` with a matrix
 
     @property
     def batch(self) -> int:
@@ -86,7 +99,34 @@ class Outer(Factor):
 
     def t(self) -> Outer:
         """Every gradient transposed."""
-        return Outer(self.right, self.left, self.scale)
+        return Outer(self.right, self.left, self.scale, reads=self.reads[::-1])
+
+    def scaled(self, rows: Tensor | None, columns: Tensor | None) -> Outer:
+        """Every gradient times a number for each row (p,), or for each column (d,)."""
+        left = self.left if rows is None else self.left * rows
+        right = self.right if columns is None else self.right * columns
+        kept: tuple[Reads, Reads] = (
+            {} if rows is not None else self.reads[0],
+            {} if columns is not None else self.reads[1],
+        )
+        return Outer(left, right, self.scale, reads=kept)
+
+    def read(self, matrix: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """(B, T, p): right @ matrixᵀ for a matrix (p, d), only to be read.
+
+        The last product is kept until norms are known: what a weight is normalised by needs it several times.
+        """
+        kept, dtype = self.reads[1], dtype or self.dtype
+        key = storage_of(matrix), matrix.storage_offset(), matrix.shape, matrix.stride(), dtype
+        if not kept or kept["key"] != key:
+            kept.update(key=key, matrix=matrix, product=self.right.to(dtype) @ matrix.to(dtype).t())
+        product: Tensor = kept["product"]
+        return product
+
+    def forget_reads(self) -> None:
+        """Let go of products that were kept."""
+        for kept in self.reads:
+            kept.clear()
 
     @property
     def may_cancel(self) -> bool:
@@ -135,6 +175,7 @@ class Outer(Factor):
         return prefers_stack(*sizes, dtype=self.dtype, device=self.device, reused=reused, shared=shared)
 
     def _compute_norms(self, space: Workspace) -> Tensor:
+        self.forget_reads()
         if not self.positions:
             return torch.zeros(self.batch, dtype=widest(self.device), device=self.device)
         if self.positions == 1:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
-
 from ...factors import ByRows, Factor
 from ...factors.maps import transposed
 from ..layout import Flow, Layout, Outcome, Shape, same
@@ -46,17 +44,15 @@ def _unreduced(site: Site, layout: Layout, shape: Shape, target: Shape) -> Layou
 
 
 def through_norms(site: Site, k: int, factor: Factor) -> Factor | None:
-    """Euclidean norms of all rows, or of a matrix's columns: each over its norm, times the cotangent."""
+    """Euclidean norms of all rows, or of a matrix's columns: these times the cotangent over their norm."""
     t, norm = site.tensor("self"), site.tensor("result")
     dims = site.dims("dim", t.ndim)
     rows, columns = dims == tuple(range(1, t.ndim)) and t.ndim > 1, dims == (0,) and t.ndim == 2
     if not (rows or columns) or site.value("ord") != 2 or t.is_complex() or factor.dtype != t.dtype:
         return None
-    turned = t if rows else t.t()
-    norm = norm.reshape(-1, *[1] * (t.ndim - 1))
-    unit = torch.where(norm == 0, torch.zeros((), dtype=t.dtype, device=t.device), turned / norm)
-    found = ByRows(factor.stack().flatten(1), unit)
-    return found if rows else transposed(found)
+    norm = norm.reshape(-1)
+    scales = (factor.stack().flatten(1) / norm).masked_fill_(norm == 0, 0)
+    return ByRows(scales, t) if rows else transposed(ByRows(scales, t.t()))
 
 
 _along = partial(op, flow=along_dim)

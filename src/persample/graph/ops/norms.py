@@ -170,21 +170,20 @@ def through_weight_norm(site: Site, k: int, factor: Factor) -> Factor | None:
     dim %= v.ndim
     if not (dim == 0 or (dim == 1 and v.ndim == 2)) or v.is_complex() or v.dtype != wide(v.dtype):
         return None
-    if site.memo.get("of") is not factor:  # both outputs need these
-        rows, turned = (v, factor) if dim == 0 else (v.t(), transposed(factor))
-        shape = (len(rows), *[1] * (v.ndim - 1))
-        unit = rows / norm.reshape(shape)
-        site.memo.update(of=factor, turned=turned, unit=unit, dg=inner_with(turned, unit, shape))
+    rows, turned = (v, factor) if dim == 0 else (v.t(), transposed(factor))
+    shape = (len(rows), *[1] * (v.ndim - 1))
+    if site.memo.get("of") is not factor:  # both outputs need it
+        inner = inner_with(turned, rows, shape)
+        site.memo.update(of=factor, dg=None if inner is None else scaled(inner, norm.reshape(shape).reciprocal()))
     dg: Factor | None = site.memo["dg"]
     if k == 1 or dg is None:
         return dg if dim == 0 or dg is None else transposed(dg)
-    unit, turned = site.memo["unit"], site.memo["turned"]
-    shape = (len(unit), *[1] * (v.ndim - 1))
     scale = (site.tensor("g").reshape(shape) / norm.reshape(shape)).to(factor.dtype)
     along = scaled(turned, scale)
     if along is None:
         return None
-    dv = combine([along, ByRows(dg.stack().flatten(1) * -scale.flatten(), unit)])
+    less = dg.stack().flatten(1) * (-scale / norm.reshape(shape)).flatten()
+    dv = combine([along, ByRows(less, rows)])
     return dv if dim == 0 else transposed(dv)
 
 

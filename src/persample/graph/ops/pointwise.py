@@ -131,7 +131,10 @@ def through_quotient(site: Site, k: int, factor: Factor) -> Factor | None:
         return None
     if k == 0:
         return _times(site, k, factor, other.to(factor.dtype).reciprocal())
-    return _times(site, k, factor, -site.tensor("self") / other.square())
+    if site.target(k) == factor.shape:
+        return scaled(factor, -site.tensor("self") / other.square())
+    inner = inner_with(factor, site.tensor("self"), site.target(k))
+    return None if inner is None else scaled(inner, -other.to(factor.dtype).square().reciprocal())
 
 
 def through_negative(site: Site, k: int, factor: Factor) -> Factor | None:
