@@ -9,6 +9,7 @@ import torch
 import torch.nn.utils.prune
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import persample as ps
 from persample.graph.execute import pullback
@@ -182,6 +183,19 @@ def check_empty(weight: Callable[[Params], Tensor]) -> None:
     assert all(t.shape == (0, *p[name].shape) for name, t in stacks.items())
 
 
+def watch(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """The shapes of all stacks that go through ops from now on."""
+    largest: list[torch.Size] = []
+    push = pullback.push_stacked
+
+    def watched(site, stacks, batch, wanted):  # type: ignore[no-untyped-def]
+        largest.extend([s.shape for s in stacks if s is not None])
+        return push(site, stacks, batch, wanted)
+
+    monkeypatch.setattr(pullback, "push_stacked", watched)
+    return largest
+
+
 @pytest.mark.parametrize("T", [1, 5])
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("weight", [*KEPT, *ALSO])
@@ -194,17 +208,38 @@ def test_nothing_is_written_out(weight: str, layer: str, T: int, monkeypatch: py
         "lora" in weight or weight in ("alpha", "addmm", "three products", "transposed")
     ):
         pytest.skip("these kernels are no matrices with a row for each channel out")
-    largest = []
-    push = pullback.push_stacked
-
-    def watched(site, stacks, batch, wanted):  # type: ignore[no-untyped-def]
-        largest.extend([s.shape for s in stacks if s is not None])
-        return push(site, stacks, batch, wanted)
-
-    monkeypatch.setattr(pullback, "push_stacked", watched)
+    largest = watch(monkeypatch)
     p = params()
     losses = LAYERS[layer]({**KEPT, **ALSO}[weight](p), 3, T)
     ps.norms(losses, p)
+    assert all(shape[1:].numel() < P * D for shape in largest), largest
+
+
+@pytest.mark.parametrize("around", ["the weight", "the layer"])
+@pytest.mark.parametrize("weight", [*KEPT, *ALSO])
+def test_in_a_checkpoint(weight: str, around: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saved tensors are read where they can be unpacked again, and nothing is written out."""
+    largest = watch(monkeypatch)
+    made, p = {**KEPT, **ALSO}[weight], params()
+    torch.manual_seed(1)
+    x = torch.randn(3, 4, D, dtype=torch.float64)
+    names = list(p)
+
+    def layer(*tensors: Tensor) -> Tensor:
+        w = made(dict(zip(names, tensors, strict=True)))
+        return w if around == "the weight" else F.linear(x, w).tanh()
+
+    out = checkpoint(layer, *p.values(), use_reentrant=False)
+    out = F.linear(x, out).tanh() if around == "the weight" else out
+    losses = out.flatten(1).sum(1)
+    used = {n: t for n, t in p.items() if torch.autograd.grad(made(p).sum(), t, allow_unused=True)[0] is not None}
+    want = definition(losses, used)
+    norms, clipped, stacks = ps.reduce(losses, used, ps.Norms(), ps.ClippedSum(0.3), ps.Stack(), retain_graph=True)
+    torch.testing.assert_close(norms, vectors(want).norm(dim=1))
+    assert_same(stacks, want)
+    weights = (0.3 / norms).clamp(max=1)
+    for name, total in clipped.items():
+        torch.testing.assert_close(total, torch.einsum("b,b...->...", weights, want[name]))
     assert all(shape[1:].numel() < P * D for shape in largest), largest
 
 

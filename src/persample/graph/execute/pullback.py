@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from ...distributed.wrappers import passed_from, passes_on
 from ...factors import Dense, Factor
-from ..read.saved import in_checkpoint
+from ..read.saved import unpacked_often
 from ..read.site import Site
 from .fallback import loops, push_stacked
 
@@ -48,11 +48,12 @@ def kept(site: Site, factors: Sequence[Factor | None]) -> dict[int, Factor]:
 def _kept_through(site: Site, factor: Factor, wanted: Sequence[int]) -> dict[int, Factor]:
     """The factors of those operands to which the op's result leads without anything being written out."""
     found: dict[int, Factor] = {}
-    if in_checkpoint(site.node):  # what it has saved can be read once, and the node may have to be called
-        return found
     for k in wanted:
         through = site.op.through.get(k)
-        passed = None if through is None else through(site, k, factor)
+        if through is None:
+            continue
+        with unpacked_often(site.node):  # in a checkpoint: the next operand is to be read, or the node to be called
+            passed = through(site, k, factor)
         if passed is not None and passed.shape == site.target(k) and passed.dtype == site.metadata(k).dtype:
             found[k] = passed
     return found
