@@ -70,6 +70,7 @@ ALSO: dict[str, Callable[[Params], Tensor]] = {
     "dora": dora,
 }
 WRITTEN: dict[str, Callable[[Params], Tensor]] = {
+    "rounded quotient": lambda p: torch.div(p["w"], 0.3, rounding_mode="floor") * p["m"] + p["w"],
     "softmax": lambda p: p["w"].softmax(0),
     "clamped": lambda p: p["w"].clamp(max=2),
 }

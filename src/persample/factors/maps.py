@@ -122,7 +122,7 @@ def times_right(factor: Factor, matrix: Tensor) -> Factor | None:
         return ByRows(factor.scales, factor.rows @ matrix)
     if isinstance(factor, Rows):
         return Rows(factor.ids, factor.dy @ matrix, factor.size, skips=factor.skips)
-    if (kernels := _kernels(factor)) is not None:
+    if matrix.numel() and (kernels := _kernels(factor)) is not None:
         filters = matrix.t().reshape(-1, *kernels.size[1:])
         read = convolve(kernels.x, filters, kernels.geometry)
         return Outer(_positions(kernels.dy), _positions(read))
@@ -144,13 +144,13 @@ def left_times(matrix: Tensor, factor: Factor) -> Factor | None:
         return Outer(factor.left @ matrix.t(), factor.right, factor.scale)
     if isinstance(factor, ByRows):
         mixed = (matrix * factor.scales.unsqueeze(1)).flatten(0, 1) @ factor.rows
-        return Dense(mixed.reshape(factor.batch, len(matrix), -1))
+        return Dense(mixed.reshape(factor.batch, len(matrix), factor.shape[1]))
     if isinstance(factor, Rows):
         read = matrix.t()[factor.ids.clamp(min=0)]
         if factor.skips:
             read = read.masked_fill((factor.ids < 0).unsqueeze(2), 0)
         return Outer(read, factor.dy)
-    if (kernels := _kernels(factor)) is not None:
+    if matrix.numel() and (kernels := _kernels(factor)) is not None:
         mixed = torch.einsum("rp,bnp...->bnr...", matrix, kernels.dy)
         size: Shape = (len(matrix), *kernels.size[1:])
         shape: Shape = (len(matrix), prod(size[1:]))

@@ -21,7 +21,7 @@ from tests.graph.matrix.nodes import harvest, narrowed
 from tests.graph.matrix.places import marks, places, with_samples
 from tests.graph.sites import wanted
 
-OWN_WAYS = {"Add", "Sub", "Mul", "Expand"}  # elementwise ops that the rule for all of them has shorter ways for
+OWN_WAYS = {"Add", "Sub", "Mul", "Div", "Expand"}  # elementwise ops that the rule for all of them has shorter ways for
 
 
 class Combination(NamedTuple):

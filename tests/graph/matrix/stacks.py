@@ -10,15 +10,17 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from persample.factors import Dense, Factor, Masked, Outer, Rows, Sum, View
-from persample.factors.rearrange import Permute
+from persample.factors import ByRows, Convolution, Dense, Factor, Hadamard, Masked, Outer, Rows, Sum, View
+from persample.factors.rearrange import Permute, Reshape
 from persample.graph.execute.fallback import push_stacked
-from persample.graph.execute.pullback import lifted, pull
+from persample.graph.execute.pullback import kept, lifted, pull
 from persample.graph.layout import Block, Shape
 from persample.graph.ops.use import Use
 from persample.graph.read.site import Flow, Site
+from persample.kernels.geometry import Geometry
 from tests.forms import forms, numbers, plain, seed
 from tests.graph.matrix.definition import by_row, differs, size
+from tests.graph.matrix.nodes import narrowed
 from tests.graph.matrix.rules import subsets, wrong_answers
 from tests.graph.sites import wanted
 
@@ -46,6 +48,37 @@ def factors(shape: Shape, dtype: torch.dtype) -> Iterator[tuple[str, Factor]]:
             yield "outer products in columns", Outer(_turned(left, dtype), numbers(right, dtype))
 
 
+def computed_factors(shape: Shape, dtype: torch.dtype) -> Iterator[tuple[str, Factor]]:
+    """`factors`, and those that weights have which are computed from others, or used by convolutions."""
+    yield from factors(shape, dtype)
+    if dtype.is_complex or not shape or 0 in shape:
+        return
+    if len(shape) > 1:
+        yield "scaled rows", ByRows(numbers((B, shape[0]), dtype), numbers(shape, dtype))
+    if len(shape) == 2:
+        turned = ByRows(numbers((B, shape[1]), dtype), numbers(shape[::-1], dtype))
+        yield "scaled columns", View(turned, shape, Permute((1, 0)))
+        outer = Outer(numbers((B, 2, shape[0]), dtype), numbers((B, 2, shape[1]), dtype), 0.5)
+        yield "a sum of both", Sum([outer, ByRows(numbers((B, shape[0]), dtype), numbers(shape, dtype))])
+        yield "outer products, transposed", View(outer.t(), shape, Permute((1, 0)))
+        for positions in (1, 3):
+            sides = [numbers((B, positions, n), dtype) for n in shape]
+            yield f"a mask of {positions}", Hadamard(Outer(sides[0], sides[1]), numbers(shape, dtype))
+        size = (shape[0], 1, shape[1])
+        yield "kernels as a matrix", View(_kernels(size, dtype), shape, Reshape(size, shape))
+    if len(shape) in (3, 4):
+        yield "kernels", _kernels(shape, dtype)
+        yield "masked kernels", Hadamard(_kernels(shape, dtype), numbers(shape, dtype))
+
+
+def _kernels(size: Shape, dtype: torch.dtype) -> Convolution:
+    """Of images that are two places longer than the kernels on every side."""
+    p, d, *kernel = size
+    ones, zeros = (1,) * len(kernel), (0,) * len(kernel)
+    x, dy = (B, 1, d, *[n + 2 for n in kernel]), (B, 1, p, *[3 for _ in kernel])
+    return Convolution(numbers(x, dtype), numbers(dy, dtype), size, Geometry(ones, zeros, ones, False, zeros, 1))
+
+
 def _turned(shape: Shape, dtype: torch.dtype) -> Tensor:
     return numbers((*shape[:-2], shape[-1], shape[-2]), dtype).mT
 
@@ -61,6 +94,25 @@ def wrong_lifts(site: Site) -> tuple[list[str], int]:
         kept += 1
         found += [f"{_called(site)}, {name}: {what}" for what in wrong_answers(lift, want[0], [factor.stack()])]
     return found, kept
+
+
+def wrong_throughs(site: Site) -> tuple[list[str], int]:
+    """What goes wrong on the way of factors to an op's operands, and how many of them kept a form."""
+    found, count = [], 0
+    if len(site.shapes) != 1:
+        return [], 0
+    for one in (site, *narrowed(site)):
+        for name, factor in computed_factors(one.shapes[0], _dtype(one)):
+            want = by_row(one, [[row] for row in plain(factor.stack())])
+            passed = {} if want is None else kept(one, [factor])
+            one.forget()
+            for k, reached in passed.items():
+                assert want is not None
+                if bool(want[k].isfinite().all()):
+                    count += 1
+                    wrong = wrong_answers(reached, want[k], [factor.stack()])
+                    found += [f"{_called(one)} output {k}, {name}: {what}" for what in wrong]
+    return found, count
 
 
 def wrong_pulls(site: Site) -> tuple[list[str], int]:

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from persample.factors import Dense, Factor, Outer, View
+from persample.factors.maps import scaled
 from persample.factors.rearrange import Permute
 from persample.graph.layout import Block, Flow, Outcome, Shape, carry, labels, sample_dims, simplify
 from persample.graph.ops import table
@@ -23,6 +25,7 @@ from tests.graph.table import plant
 
 RULE, FLOW = test_rules.test_a_rule_is_right_wherever_it_answers, test_flows.test_a_flow_is_right_wherever_it_answers
 LIFT = test_stacks.test_lifted_factors_are_what_the_node_makes_of_their_stacks
+THROUGH = test_stacks.test_factors_of_operands_are_what_the_node_makes_of_stacks
 BUNDLE = test_stacks.test_uses_asked_together_are_what_each_is_alone
 
 
@@ -108,6 +111,12 @@ def _permutes_forward(site: Site, factor: Factor, target: Shape) -> Factor | Non
     return View(factor, target, Permute(tuple(dims))) if tuple(factor.shape[d] for d in dims) == target else None
 
 
+def _divides_though_it_rounds(site: Site, k: int, factor: Factor) -> Factor | None:
+    """Right but for torch.div(..., rounding_mode="floor"), whose gradients are zeros."""
+    other = site.value("other")
+    return scaled(factor, other.detach().reciprocal()) if isinstance(other, Tensor) else None
+
+
 PLANTED: dict[str, tuple[Callable[[str], None], str, dict[str, Any]]] = {
     "a stride": (RULE, "Mm", {"rule": _reads_memory}),
     "a conjugate": (RULE, "Mm", {"rule": _forgets_conjugates}),
@@ -118,6 +127,7 @@ PLANTED: dict[str, tuple[Callable[[str], None], str, dict[str, Any]]] = {
     "operands of other rank": (FLOW, "Mul", {"flow": {EVERY: _counts_from_the_front}}),
     "operands not requested": (FLOW, "Cat", {"flow": {EVERY: _sections_of_what_is_requested}}),
     "a fold": (FLOW, "Transpose", {"flow": {EVERY: _forgets_folds}}),
+    "an option": (THROUGH, "Div", {"through": {0: _divides_though_it_rounds}}),
     "an inverse": (LIFT, "Permute", {"lift": _permutes_forward}),
     "another node's rows": (BUNDLE, "Addmm", {"rowwise": Rowwise({0: (), 2: ()}, ("alpha", "beta"))}),
 }

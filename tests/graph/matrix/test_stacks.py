@@ -6,12 +6,15 @@ from collections.abc import Callable
 
 import pytest
 
+from persample.graph.ops.table import named
 from persample.graph.read.invoke import call
 from persample.graph.read.site import Site
 from tests.forms import forms, numbers, plain, seed
 from tests.graph.matrix.definition import differs, size
 from tests.graph.matrix.nodes import harvest
-from tests.graph.matrix.stacks import wrong_bundles, wrong_lifts, wrong_pulls
+from tests.graph.matrix.rules import OWN_WAYS
+from tests.graph.matrix.stacks import wrong_bundles, wrong_lifts, wrong_pulls, wrong_throughs
+from tests.graph.matrix.variants import varied
 from tests.graph.sites import wanted
 from tests.graph.table import having
 
@@ -29,6 +32,24 @@ def check(wrong: Callable[[Site], tuple[list[str], int]], name: str, most: int |
 @pytest.mark.parametrize("name", sorted(having("lift")))
 def test_lifted_factors_are_what_the_node_makes_of_their_stacks(name: str) -> None:
     check(wrong_lifts, name)
+
+
+@pytest.mark.parametrize("name", sorted(having("through")))
+def test_factors_of_operands_are_what_the_node_makes_of_stacks(name: str) -> None:
+    check(wrong_throughs, name)
+
+
+@pytest.mark.parametrize("name", sorted(having("through")))
+def test_factors_of_operands_of_any_dtype_and_form(name: str) -> None:
+    """And with other operands frozen."""
+    made = list({id(build): build for _, build in harvest()[name]}.values())
+    found, count = list[str](), 0
+    for build in made[:1] if named(name).pointwise and name not in OWN_WAYS else made[:4]:
+        for variant, site in varied(build, name):
+            wrong, asked = wrong_throughs(site)
+            found, count = found + [f"{variant}: {what}" for what in wrong], count + asked
+    assert found == []
+    assert count
 
 
 @pytest.mark.parametrize("name", sorted(having("rowwise")))

@@ -46,6 +46,8 @@ def _unreduced(site: Site, layout: Layout, shape: Shape, target: Shape) -> Layou
 def through_norms(site: Site, k: int, factor: Factor) -> Factor | None:
     """Euclidean norms of all rows, or of a matrix's columns: these times the cotangent over their norm."""
     t, norm = site.tensor("self"), site.tensor("result")
+    if not t.ndim:
+        return None
     dims = site.dims("dim", t.ndim)
     rows, columns = dims == tuple(range(1, t.ndim)) and t.ndim > 1, dims == (0,) and t.ndim == 2
     if not (rows or columns) or site.value("ord") != 2 or t.is_complex() or factor.dtype != t.dtype:

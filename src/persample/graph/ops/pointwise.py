@@ -125,9 +125,10 @@ def through_product(site: Site, k: int, factor: Factor) -> Factor | None:
 
 
 def through_quotient(site: Site, k: int, factor: Factor) -> Factor | None:
-    """self / other: one over the other, or -self / other²."""
+    """self / other: one over the other, or -self / other²; what is rounded has no slope."""
     other = _operand(site, "other", factor)
-    if other is None or other.is_complex():
+    rounds = site.has("rounding_mode") and site.value("rounding_mode") is not None
+    if other is None or other.is_complex() or rounds:
         return None
     if k == 0:
         return _times(site, k, factor, other.to(factor.dtype).reciprocal())
