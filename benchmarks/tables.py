@@ -35,6 +35,7 @@ def all_tables(
     launches: Report,
     compiled: Report,
     compiled_private: Report,
+    computed: Report,
 ) -> dict[str, str]:
     """Markdown by name."""
     tables = {kind: ratios(peers, kind) for kind in ("gradients", "clipped sums", "norms")}
@@ -55,6 +56,9 @@ def all_tables(
         "compiled environment": environment(compiled),
         "compiled private": private_steps(compiled_private),
         "compiled private environment": environment(compiled_private),
+        "computed weights": computed_weights(computed),
+        "computed weights memory": computed_memory(computed),
+        "computed weights environment": environment(computed),
         "failures": failures([peers, scaling, compiled]),
     }
 
@@ -176,6 +180,30 @@ def private_steps(report: Report) -> str:
     return _markdown(["", *(f"`{report['trainers'][name]['title']}`" for name in names)], lines)
 
 
+def computed_weights(report: Report) -> str:
+    """Weights that are computed, by what is asked: ratios to a plain step in CPU time, medians and lower quartiles."""
+    by_title: dict[str, dict[str, str]] = {}
+    for row in report["rows"]:
+        _, _, positions = row["workload"].partition(", ")
+        asked = f"`ps.{row['method']}`" + (f", {positions}" if positions else "")
+        ratio = row["ratio"]
+        by_title.setdefault(row["title"], {})[asked] = f"{ratio['median']:.2f} ({ratio['q1']:.2f})"
+    weights = {title: cells for title, cells in by_title.items() if any("T=" in asked for asked in cells)}
+    tables = {title: cells for title, cells in by_title.items() if title not in weights}
+    return "\n".join(_by_column(some) for some in (weights, tables) if some)
+
+
+def _by_column(cells: dict[str, dict[str, str]]) -> str:
+    columns = list(dict.fromkeys(column for row in cells.values() for column in row))
+    return _markdown(["", *columns], [[title, *(row.get(c, "–") for c in columns)] for title, row in cells.items()])
+
+
+def computed_memory(report: Report) -> str:
+    """MB that a step takes, forward pass included."""
+    lines = [[row["weight"], *(f"{size / 1e6:.0f}" for size in row["bytes"].values())] for row in report["memory"]]
+    return _markdown(["", "plain step", "`ps.norms`", "`ps.clipped_sum`"], lines)
+
+
 def _with_build(row: Row) -> str:
     if row["status"] != "ok":
         return str(row["status"])
@@ -261,7 +289,8 @@ def load(folder: Path = RESULTS) -> tuple[Report, ...]:
     """The figures that the pages show."""
     read: Callable[[str], Report] = lambda name: json.loads((folder / name).read_text())  # noqa: E731
     return tuple(
-        read(f"{name}.json") for name in ("peers", "scaling", "parts", "launches", "compiled", "compiled-private")
+        read(f"{name}.json")
+        for name in ("peers", "scaling", "parts", "launches", "compiled", "compiled-private", "computed-weights")
     )
 
 
