@@ -215,3 +215,46 @@ def join(a: Layout, b: Layout, shape: Shape) -> Layout | None:
     if bool(((x != y) & (x != NOBODY) & (y != NOBODY)).any()):
         return None
     return simplify(torch.maximum(x, y), shape, a.batch)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Present:
+    """Some of the samples, and where each lies in several tensors, counted among these alone."""
+
+    samples: Tensor  # (b,): their numbers
+    layouts: tuple[Layout | None, ...]
+
+
+def present(layouts: Sequence[Layout | None], shapes: Sequence[Shape]) -> Present | None:
+    """The samples that these tensors have to do with; None if that is all of them, or none.
+
+    Where each has one place, they keep the order of these: then they often are a block.
+    """
+    if not all(layout is None or isinstance(layout, Labels) for layout in layouts):
+        return None
+    labelled = [layout for layout in layouts if isinstance(layout, Labels)]
+    if not labelled:
+        return None
+    batch = labelled[0].batch
+    numbers = torch.cat([layout.index.reshape(-1) for layout in labelled]) if len(labelled) > 1 else labelled[0].index
+    numbers = numbers.reshape(-1)
+    numbers = numbers[numbers != NOBODY] if numbers.numel() > 1 else numbers
+    samples = numbers.unique() if numbers.numel() > 1 else numbers
+    if not 0 < len(samples) < batch or int(samples[0]) == NOBODY:
+        return None
+    samples = numbers if len(numbers) == len(samples) else samples
+    place = samples.new_full((batch + 1,), NOBODY)  # the last is that of nobody's
+    place[samples] = torch.arange(len(samples))
+    among = [
+        None if layout is None else _among(place, layout, shape) for layout, shape in zip(layouts, shapes, strict=True)
+    ]
+    return Present(samples, tuple(among))
+
+
+def _among(place: Tensor, layout: Layout, shape: Shape) -> Layout:
+    """A layout with other numbers for its samples."""
+    assert isinstance(layout, Labels)
+    index, count = place[layout.index], int(place.max()) + 1
+    if count == 1 and bool((index != NOBODY).all()):
+        return Block(1, max(prod(shape), 1))
+    return simplify(index, shape, count)

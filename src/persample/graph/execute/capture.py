@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from ..._errors import UnsupportedError
-from ...factors import Dense, Factor, Masked, Part, combine, split
+from ...factors import Apart, Dense, Factor, Masked, Part, combine, split
 from ...kernels.certificates import is_traced
 from ...kernels.streams import Streams
 from ...numberless import NoNumbers
 from ..compiled.entry import Whole, whole
-from ..layout import Block, Layout, labels
+from ..layout import Block, Labels, Layout, Present, labels
 from ..ops.custom import taught
 from ..ops.use import Use
 from ..read import saved
@@ -141,7 +141,8 @@ class Capture:
         use = self.pending.pop(number, None)
         if use is None:
             return None
-        layouts = self.samples.layouts(number)
+        there = self.plan.present.get(number)
+        layouts = self.samples.layouts(number) if there is None else there.layouts
         cotangents = [None if layout is None else g for g, layout in zip(grads, layouts, strict=True)]
         site, factors, instead = self.samples.sites[number], dict[int, Factor](), None
         if any(g is not None for g in cotangents):
@@ -149,7 +150,8 @@ class Capture:
             if self._is_taken_at_once(site, use, cotangents, known):
                 return None
             self._read_ahead(site)
-            factors = self._factors(site, use.outputs, cotangents, known, self.samples.batch)
+            batch = self.samples.batch if there is None else len(there.samples)
+            factors = self._factors(site, use.outputs, cotangents, known, batch, there)
             if site.op.instead is not None:
                 instead = site.op.instead(site, grads, self.ordinary)
             site.forget()
@@ -217,28 +219,39 @@ class Capture:
         cotangents: Sequence[Tensor | None],
         layouts: Sequence[Layout | None],
         batch: int,
+        there: Present | None = None,
     ) -> dict[int, Factor]:
-        """By rule where there is one for this layout, the rest by pushing sample after sample through the node."""
+        """By rule where there is one for this layout, the rest by pushing sample after sample through the node.
+
+        Where samples are missing, batch and layouts are those of the ones that are ``there``.
+        """
         factors: dict[int, Factor] = {}
         for k in outputs:
-            factor = self._by_rule(Use(site, k, cotangents, layouts, batch))
+            factor = self._by_rule(Use(site, k, cotangents, layouts, batch), there)
             if factor is not None:
-                factors[k] = factor
                 self._watch(factor.whole.tensors if isinstance(factor, Part) else factor.tensors)
                 self.record.append((site, k, f"rule: {type(factor).__name__}"))
+                factors[k] = self._placed(factor, there)
         slow = [k for k in outputs if k not in factors]
-        if slow and batch != self.samples.batch:
+        if slow and there is None and batch != self.samples.batch:
             raise LookupError(f"the rule for {site.name} gave nothing for uses that are alike")
         if slow:
             for k in slow:
                 self._note_slow(site, k, self.slow)
             for k, value in push_masked(site, cotangents, layouts, batch, slow).items():
-                factors[k] = Dense(value)
+                factors[k] = self._placed(Dense(value), there)
         return factors
 
-    def _by_rule(self, use: Use) -> Factor | None:
+    def _placed(self, factor: Factor, there: Present | None) -> Factor:
+        """The factor of all samples from one of those that are there."""
+        if there is None or isinstance(factor, Masked):
+            return factor
+        return Apart([(there.samples, factor)], self.samples.batch)
+
+    def _by_rule(self, use: Use, there: Present | None) -> Factor | None:
         flow = self.samples.flows[use.site.index, use.k]
-        if isinstance(flow, Layout):
+        one = there is not None and len(there.samples) == 1 and isinstance(flow, Labels) and flow.index.numel() == 1
+        if isinstance(flow, Layout) and not one:
             return self._separable_edge(use, flow)
         if is_opaque(use.site.node):
             return self._by_teaching(use)
@@ -247,7 +260,9 @@ class Capture:
         except NoNumbers:  # of indices that the rule goes by
             lacking(use.site.node)
             return None
-        return factor if factor is not None or flow is Flow.MIXED else sum_by_probe(use)
+        if factor is not None or flow is Flow.MIXED:
+            return factor
+        return self._of_one(use) if one else sum_by_probe(use)
 
     def _by_teaching(self, use: Use) -> Factor | None:
         known = taught(use.site.node)
@@ -258,10 +273,17 @@ class Capture:
 
     def _separable_edge(self, use: Use, flow: Layout) -> Factor | None:
         """Part of a sum that is not separable, but this contribution is: compute it whole, once."""
+        value = self._called(use)
+        return None if value is None else _masked(value, flow)
+
+    def _of_one(self, use: Use) -> Factor | None:
+        """All of it is one sample's."""
+        value = self._called(use)
+        return None if value is None else Dense(value.unsqueeze(0))
+
+    def _called(self, use: Use) -> Tensor | None:
         value = call(use.site.node, use.cotangents, use.site.edges)[use.k]
-        if value is None:
-            return None
-        return _masked(sum_to(value, use.target, use.site.metadata(use.k).dtype), flow)
+        return None if value is None else sum_to(value, use.target, use.site.metadata(use.k).dtype)
 
     def _read_ahead(self, site: Site) -> None:
         """Read what a checkpointed node saved; and, as its region is there, what the engine will not come to in it."""
