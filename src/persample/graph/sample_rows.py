@@ -117,6 +117,8 @@ def _row_sizes(layout: Layout, shape: Shape, row_dims: int) -> list[int]:
 def sum_per_sample(t: Tensor, layout: Layout, target: Shape) -> Tensor:
     """(B, *target): for every sample, its part of ``t`` summed over the dims along which ``target`` was broadcast."""
     shape = tuple(t.shape)
+    if isinstance(layout, Block) and layout.batch == 1:
+        return t.sum_to_size(target).unsqueeze(0)
     route = _route(layout, shape, target) if isinstance(layout, Block) else None
     if route is None:
         reduced = [d for d, to in enumerate(broadcast_dims(shape, target)) if to is None]

@@ -25,7 +25,7 @@ from ...kernels.certificates import is_traced
 from ...kernels.streams import Streams
 from ...numberless import NoNumbers
 from ..compiled.entry import Whole, whole
-from ..layout import Block, Labels, Layout, Present, labels
+from ..layout import Block, Layout, Present, labels
 from ..ops.custom import taught
 from ..ops.use import Use
 from ..read import saved
@@ -250,8 +250,7 @@ class Capture:
 
     def _by_rule(self, use: Use, there: Present | None) -> Factor | None:
         flow = self.samples.flows[use.site.index, use.k]
-        one = there is not None and len(there.samples) == 1 and isinstance(flow, Labels) and flow.index.numel() == 1
-        if isinstance(flow, Layout) and not one:
+        if isinstance(flow, Layout):
             return self._separable_edge(use, flow)
         if is_opaque(use.site.node):
             return self._by_teaching(use)
@@ -260,9 +259,9 @@ class Capture:
         except NoNumbers:  # of indices that the rule goes by
             lacking(use.site.node)
             return None
-        if factor is not None or flow is Flow.MIXED:
-            return factor
-        return self._of_one(use) if one else sum_by_probe(use)
+        if factor is None and there is not None and len(there.samples) == 1:
+            return self._of_one(use)
+        return factor if factor is not None or flow is Flow.MIXED else sum_by_probe(use)
 
     def _by_teaching(self, use: Use) -> Factor | None:
         known = taught(use.site.node)
@@ -277,7 +276,7 @@ class Capture:
         return None if value is None else _masked(value, flow)
 
     def _of_one(self, use: Use) -> Factor | None:
-        """All of it is one sample's."""
+        """One sample's gradient is what the node computes."""
         value = self._called(use)
         return None if value is None else Dense(value.unsqueeze(0))
 

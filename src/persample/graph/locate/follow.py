@@ -126,6 +126,8 @@ class _Assignment:
             outcome: Outcome = None
             if not site.op.section and not is_opaque(site.node):
                 outcome = whole(layouts, len(self.tape.shape(slot)))
+                if outcome is not None and self._is_shared(site, k):
+                    outcome = Flow.SHARED
             if outcome is None:
                 outcome = self._by_rule(site, k, layouts)
             if outcome is Flow.PROBE:
@@ -137,7 +139,7 @@ class _Assignment:
         self, site: Site, k: int, slot: Slot, layouts: Sequence[Layout | None], probed: list[Outcome]
     ) -> Outcome:
         """Sizes and dims did not decide: is it a weight, and if not, what do this call's numbers say?"""
-        if site.is_weight(k) and not self._is_used_as_data(site, k):
+        if self._is_shared(site, k):
             return Flow.SHARED
         if site.op.product is not None and not is_opaque(site.node):
             return self._by_product(site, k, layouts)
@@ -187,6 +189,10 @@ class _Assignment:
         if not probed:
             probed += probe_call(site, cotangents, layouts, self.samples.batch, linear=is_known(site.node))
         return probed[k]
+
+    def _is_shared(self, site: Site, k: int) -> bool:
+        """Is what output k leads to a weight, for all that is known?"""
+        return site.is_weight(k) and not self._is_used_as_data(site, k)
 
     def _is_used_as_data(self, site: Site, k: int) -> bool:
         """Has a leaf that may be data a place for every sample here, other than as operand of a product?"""
