@@ -251,10 +251,10 @@ def _tables(owners: Tensor, batch: int) -> _Tables:
 
 
 def _width(positions: int) -> int:
-    """So many positions and a few more, at most a quarter: there are four numbers for every power of two.
+    """So many positions and a few more, less than half: there are two numbers for every power of two.
 
-    >>> [_width(n) for n in (0, 1, 7, 9, 17, 33, 50, 1000)]
-    [0, 1, 7, 10, 20, 40, 56, 1024]
+    >>> [_width(n) for n in (0, 1, 3, 5, 9, 17, 33, 50, 1000)]
+    [0, 1, 3, 6, 12, 24, 48, 64, 1024]
     """
-    step = 1 << max((positions - 1).bit_length() - 3, 0)
+    step = 1 << max((positions - 1).bit_length() - 2, 0)
     return -(-positions // step) * step

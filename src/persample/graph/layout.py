@@ -211,10 +211,10 @@ def join(a: Layout, b: Layout, shape: Shape) -> Layout | None:
         agree = sample_dims(a, shape) == sample_dims(b, shape) and torch.equal(labels(a, shape), labels(b, shape))
         return a if agree else None
     x, y = labels(a, shape), labels(b, shape)
-    x, y = torch.broadcast_tensors(x, y)
-    if bool(((x != y) & (x != NOBODY) & (y != NOBODY)).any()):
+    both = torch.maximum(x, y)
+    if bool(((x != both) & (x != NOBODY)).any()) or bool(((y != both) & (y != NOBODY)).any()):
         return None
-    return simplify(torch.maximum(x, y), shape, a.batch)
+    return simplify(both, shape, a.batch) if bool((both != NOBODY).all()) else Labels(a.batch, both)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -235,26 +235,34 @@ def present(layouts: Sequence[Layout | None], shapes: Sequence[Shape]) -> Presen
     labelled = [layout for layout in layouts if isinstance(layout, Labels)]
     if not labelled:
         return None
-    batch = labelled[0].batch
-    numbers = torch.cat([layout.index.reshape(-1) for layout in labelled]) if len(labelled) > 1 else labelled[0].index
-    numbers = numbers.reshape(-1)
-    numbers = numbers[numbers != NOBODY] if numbers.numel() > 1 else numbers
-    samples = numbers.unique() if numbers.numel() > 1 else numbers
-    if not 0 < len(samples) < batch or int(samples[0]) == NOBODY:
+    batch, (first, *others) = labelled[0].batch, labelled
+    if first.index.numel() == 1 and not others:
+        return None if int(first.index) == NOBODY else Present(first.index.reshape(1), _wholes(layouts, shapes))
+    numbers = torch.cat([layout.index.reshape(-1) for layout in labelled])
+    numbers = numbers[numbers != NOBODY]
+    samples = numbers.unique()
+    if not 0 < len(samples) < batch:
         return None
     samples = numbers if len(numbers) == len(samples) else samples
     place = samples.new_full((batch + 1,), NOBODY)  # the last is that of nobody's
     place[samples] = torch.arange(len(samples))
     among = [
-        None if layout is None else _among(place, layout, shape) for layout, shape in zip(layouts, shapes, strict=True)
+        None if layout is None else _among(place, len(samples), layout, shape)
+        for layout, shape in zip(layouts, shapes, strict=True)
     ]
     return Present(samples, tuple(among))
 
 
-def _among(place: Tensor, layout: Layout, shape: Shape) -> Layout:
-    """A layout with other numbers for its samples."""
+def _wholes(layouts: Sequence[Layout | None], shapes: Sequence[Shape]) -> tuple[Layout | None, ...]:
+    """All of each tensor is one sample's."""
+    pairs = zip(layouts, shapes, strict=True)
+    return tuple([None if layout is None else Block(1, max(prod(shape), 1)) for layout, shape in pairs])
+
+
+def _among(place: Tensor, count: int, layout: Layout, shape: Shape) -> Layout:
+    """A layout with other numbers for its samples, of which there are fewer."""
     assert isinstance(layout, Labels)
-    index, count = place[layout.index], int(place.max()) + 1
+    index = place[layout.index]
     if count == 1 and bool((index != NOBODY).all()):
         return Block(1, max(prod(shape), 1))
     return simplify(index, shape, count)

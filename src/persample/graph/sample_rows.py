@@ -9,6 +9,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from ..factors import Factor, Outer, products_of_rows
 from ..kernels.norms import wide
 from ..kernels.rows import rows_summed
 from ..numberless import with_numbers
@@ -62,6 +63,12 @@ class SampleRows:
         picked = t.index_select(0, order.clamp(min=0).reshape(-1)) if len(t) else t.new_zeros(order.numel(), *rest)
         picked = picked.reshape(*order.shape, *rest)
         return picked.masked_fill((order < 0).reshape(*order.shape, *[1] * len(rest)), 0)
+
+    def products(self, left: Tensor, right: Tensor, scale: float = 1.0) -> Factor:
+        """The factor of Σ left[n] ⊗ right[n] over the rows of every sample."""
+        if self._rows is None:
+            return Outer(self.group(left), self.group(right), scale)
+        return products_of_rows([left], [right], self._rows, self.batch, scale)
 
     def sum(self, t: Tensor) -> Tensor:
         """(N, ...) -> (B, ...)."""

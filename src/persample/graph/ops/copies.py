@@ -15,18 +15,26 @@ from .table import Layouts, Undecided, op
 def overwritten(site: Site, k: int, layouts: Layouts) -> Outcome:
     """Elements that were not overwritten are where they were; the gradient of the others is zero."""
     layout, target = only(layouts), site.target(k)
-    if copied(site.node) is None or site.shapes[0] != target:
+    if _copied(site) is None or site.shapes[0] != target:
         raise Undecided
     return layout
 
 
 def written(site: Site, k: int, layouts: Layouts) -> Outcome:
     """What was copied into a part of a tensor has the samples of that part."""
-    layout, shape, place = only(layouts), site.shapes[0], copied(site.node)
+    layout, shape, place = only(layouts), site.shapes[0], _copied(site)
     index = None if place is None else _labels_of_part(layout, shape, place)
     if index is None or place is None:
         raise Undecided
     return unbroadcast(simplify(index, place.size, layout.batch), place.size, site.target(k))
+
+
+def _copied(site: Site) -> Copied | None:
+    """What was copied where, which both operands ask for."""
+    if "copied" not in site.memo:
+        site.memo["copied"] = copied(site.node)
+    found: Copied | None = site.memo["copied"]
+    return found
 
 
 def _labels_of_part(layout: Layout, shape: Shape, place: Copied) -> Tensor | None:
