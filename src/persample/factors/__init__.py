@@ -17,7 +17,7 @@ from .convolution import Convolution
 from .deferred import Deferred
 from .dense import Dense, DenseCopy, Masked
 from .forms import Form, form_of, kind_of, together
-from .gather import combine, products_of_rows, rows_read
+from .gather import combine, placed, products_of_rows, rows_read
 from .hadamard import Hadamard
 from .outer import Outer
 from .part import Part, one_by_one, regroup, split
@@ -46,6 +46,7 @@ __all__ = [
     "form_of",
     "kind_of",
     "one_by_one",
+    "placed",
     "products_of_rows",
     "regroup",
     "rows_read",

@@ -71,6 +71,18 @@ def _gathered(terms: Sequence[Factor]) -> list[Factor]:
     return result
 
 
+def placed(index: Tensor, factor: Factor, batch: int) -> Factor:
+    """The factor of all samples, from one whose sample j is part of number index[j]: one may be there several times."""
+    groups = [(index[some], f) for some, f in factor.groups] if isinstance(factor, Apart) else [(index, factor)]
+    if _are_distinct([index]):
+        return Apart(groups, batch)
+    kinds: dict[Hashable, list[Group]] = {}
+    for position, (numbers, some) in enumerate(groups):
+        kinds.setdefault(_kind(some, form_of(some), position), []).append((numbers, some))
+    terms = [term for pieces in kinds.values() for term in _joined(pieces, batch)]
+    return terms[0] if len(terms) == 1 else Sum(terms)
+
+
 def _kind(factor: Factor, form: Form | None, position: int) -> Hashable:
     """Equal for factors that can be gathered; alone: not with any other."""
     if isinstance(factor, Outer) and factor.left.ndim == 3:
@@ -90,6 +102,7 @@ def _joined(pieces: Sequence[Group], batch: int) -> list[Factor]:
         return [_read_rows([(index, f) for index, f in pieces if isinstance(f, Rows)], batch)]
     if type(first) is Dense:
         return [_written_out([(index, f.value) for index, f in pieces if isinstance(f, Dense)], batch)]
+    pieces = [piece for index, factor in pieces for piece in _one_by_one(index, factor)]
     forms = [(index, form) for index, factor in pieces if (form := form_of(factor)) is not None]
     if len(forms) < len(pieces):
         return [settled([piece], batch) for piece in pieces]
@@ -115,6 +128,24 @@ def _sorting(index: Tensor) -> Tensor | None:
 @with_numbers
 def _all(batch: int) -> Tensor:
     return torch.arange(batch, device="cpu")
+
+
+def _one_by_one(index: Tensor, factor: Factor) -> list[Group]:
+    """What a sample has first, and what it has a second time, and so on."""
+    if _are_distinct([index]):
+        return [(index, factor)]
+    return [(index[some], factor[some.to(factor.device)]) for some in _occurrences(index)]
+
+
+@with_numbers
+def _occurrences(index: Tensor) -> list[Tensor]:
+    """The places of the first of all that are equal, of the second, and so on."""
+    seen, places = dict[int, int](), list[list[int]]()
+    for place, number in enumerate(index.tolist()):
+        count = seen[number] = seen.get(number, -1) + 1
+        places += [[]] if count == len(places) else []
+        places[count].append(place)
+    return [torch.tensor(some, device="cpu") for some in places]
 
 
 @with_numbers
@@ -196,8 +227,8 @@ def _fit_side_by_side(pieces: Sequence[tuple[Tensor, Outer]]) -> bool:
 
 @with_numbers
 def _are_distinct(indices: Sequence[Tensor]) -> bool:
-    count = sum([len(index) for index in indices])
-    return len(indices) == 1 or len(set(_end_to_end(indices).tolist())) == count
+    numbers = _end_to_end(indices).tolist()
+    return len(set(numbers)) == len(numbers)
 
 
 def _read_rows(pieces: Sequence[tuple[Tensor, Rows]], batch: int) -> Factor:

@@ -266,3 +266,20 @@ def _among(place: Tensor, count: int, layout: Layout, shape: Shape) -> Layout:
     if count == 1 and bool((index != NOBODY).all()):
         return Block(1, max(prod(shape), 1))
     return simplify(index, shape, count)
+
+
+def together(every: Sequence[Present], shape: Shape) -> tuple[Layout, Tensor]:
+    """Where samples lie in tensors of whole rows, put one after another, and which these are; one may come twice.
+
+    In the result, of this ``shape``, each counts as often as it comes.
+    """
+    blocks = [one.layouts[0] for one in every]
+    assert all(isinstance(block, Block) for block in blocks)
+    numbers = torch.cat([one.samples for one in every])
+    inner = {block.inner for block in blocks if isinstance(block, Block)}
+    if len(inner) == 1:
+        return Block(len(numbers), inner.pop()), numbers
+    row = prod(shape[1:])
+    counts = torch.tensor([block.inner // row for block in blocks if isinstance(block, Block) for _ in range(block.batch)])
+    index = torch.arange(len(numbers)).repeat_interleave(counts)
+    return Labels(len(numbers), index.reshape(-1, *[1] * (len(shape) - 1))), numbers

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from ..._errors import UnsupportedError
-from ...factors import Apart, Dense, Factor, Masked, Part, combine, split
+from ...factors import Dense, Factor, Masked, Part, combine, placed, split
 from ...kernels.certificates import is_traced
 from ...kernels.streams import Streams
 from ...numberless import NoNumbers
 from ..compiled.entry import Whole, whole
-from ..layout import Block, Layout, Present, labels
+from ..layout import Block, Layout, Present, labels, together
 from ..ops.custom import taught
 from ..ops.use import Use
 from ..read import saved
@@ -84,7 +84,7 @@ class Capture:
         several = [use for use in self.plan.uses if len(use.nodes) > 1]
         for use in several:
             self._watch([t for one in use.saved for t in one.values() if t is not None])
-        gathered = [Gathering([self.tape.node(n) for n in use.nodes], use.watch) for use in several]
+        gathered = {i: Gathering([self.tape.node(n) for n in u.nodes], u.watch) for i, u in enumerate(several) if u.passed}
         streams = Streams.of_call()
         births = Births(self.plan.sources, self.tape.graph)
         handles = births.hook()
@@ -92,7 +92,7 @@ class Capture:
             if use.passed:
                 consume = streams.noting(partial(self._consume, number))
                 handles.append(self.tape.node(number).register_prehook(consume))
-        for gathering in gathered:
+        for gathering in gathered.values():
             handles += gathering.hook(streams)
         try:
             cotangents = self._backward(retain_graph)
@@ -103,8 +103,12 @@ class Capture:
         births.check(cotangents)
         self._check_unchanged()
         with torch.no_grad():
-            for use, gathering in zip(several, gathered, strict=True):
-                self._consume_several(use, gathering.end())
+            for i, use in enumerate(several):
+                arrived = gathered[i].end() if use.passed else self._returned(use, cotangents)
+                if use.by_samples:
+                    self._consume_by_samples(use, arrived)
+                else:
+                    self._consume_several(use, arrived)
             if any(saved.in_checkpoint(self.tape.node(number)) for number in self._left()):
                 saved.in_own_task(lambda: self._finish(cotangents))  # one recomputation of each region for all of them
             else:
@@ -212,6 +216,24 @@ class Capture:
         for k in use.outputs:
             self._add([self.tape.edges[use.nodes[place]][k] for place in cotangents], factors[k])
 
+    def _returned(self, use: Bundle, cotangents: dict[Slot, Tensor]) -> dict[int, Tensor]:
+        """The cotangents of a bundle at which the engine stopped, by their places."""
+        return {place: g for place, n in enumerate(use.nodes) if (g := cotangents.pop((n, 0), None)) is not None}
+
+    def _consume_by_samples(self, use: Bundle, cotangents: Mapping[int, Tensor]) -> None:
+        """Turn the cotangents of ops that use the same tensors, each with some of the samples, into one factor."""
+        factors: dict[int, Factor] = {}
+        if cotangents:
+            site, places = self.samples.sites[use.nodes[0]], list(cotangents)
+            g = torch.cat(list(cotangents.values()))
+            layout, there = together([self.plan.present[use.nodes[place]] for place in places], tuple(g.shape))
+            site.recomputed = use.saved_rows(places, 1)
+            factors = self._factors(site, use.outputs, [g], [layout], layout.batch)
+            site.forget()
+            factors = {k: placed(there, factor, self.samples.batch) for k, factor in factors.items()}
+        for k in use.outputs:
+            self._add([self.tape.edges[node][k] for node in use.nodes], factors.get(k))
+
     def _factors(
         self,
         site: Site,
@@ -244,9 +266,7 @@ class Capture:
 
     def _placed(self, factor: Factor, there: Present | None) -> Factor:
         """The factor of all samples from one of those that are there."""
-        if there is None or isinstance(factor, Masked):
-            return factor
-        return Apart([(there.samples, factor)], self.samples.batch)
+        return factor if there is None or isinstance(factor, Masked) else placed(there.samples, factor, self.samples.batch)
 
     def _by_rule(self, use: Use, there: Present | None) -> Factor | None:
         flow = self.samples.flows[use.site.index, use.k]
@@ -306,6 +326,7 @@ class Capture:
             nodes = [slot[0] for slot in slots if slot is not None]
             for node in nodes:
                 self.waiting[node] -= 1
+            nodes = list(dict.fromkeys(nodes))  # several uses of one tensor may have come as one
             if factor is not None:
                 self.terms.setdefault(slots[0], []).append(factor)
             if self.waiting[nodes[0]] == 0:
