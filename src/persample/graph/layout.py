@@ -128,6 +128,8 @@ def carry(layout: Layout, shape: Shape, to_shape: Shape, to_dims: Sequence[int |
         quick = _carry_block(layout, shape, to_shape, tuple(to_dims))
         if quick is not None:
             return quick
+    elif shape == to_shape and all(d == to for d, to in enumerate(to_dims)):
+        return layout
     for d in sample_dims(layout, shape):
         there = to_dims[d]
         if there is None or to_shape[there] != shape[d]:

@@ -73,6 +73,11 @@ class _Watched(TorchDispatchMode):
         super().__init__()
         self.calls: list[_Call] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No compiler need be kept away from what is called here: to do so, PyTorch would import it first."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Tensor:
