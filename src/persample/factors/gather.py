@@ -211,9 +211,7 @@ def products_of_rows(
     """Σ left[n] ⊗ right[n] over the rows n of every sample; ``owners`` says whose row it is, -1 that it is nobody's."""
     tables = _tables(owners, batch)
     lefts, rights = _picked(left, tables, 0), _picked(right, tables, 0)
-    groups: list[Group] = [
-        (index, Outer(a, b, scale)) for (index, _), a, b in zip(tables, lefts, rights, strict=True)
-    ]
+    groups: list[Group] = [(index, Outer(a, b, scale)) for (index, _), a, b in zip(tables, lefts, rights, strict=True)]
     return settled(groups, batch)
 
 
@@ -278,7 +276,9 @@ def _tables(owners: Tensor, batch: int) -> _Tables:
         if width:
             place = starts[samples].unsqueeze(1) + torch.arange(width, device="cpu")
             tables.append((samples, order[place.where(place < ends[samples].unsqueeze(1), len(owners))]))
-    return tables or [(torch.empty(0, dtype=torch.long, device="cpu"), torch.empty(0, 0, dtype=torch.long, device="cpu"))]
+    return tables or [
+        (torch.empty(0, dtype=torch.long, device="cpu"), torch.empty(0, 0, dtype=torch.long, device="cpu"))
+    ]
 
 
 def _width(positions: int) -> int:

@@ -282,6 +282,8 @@ def together(every: Sequence[Present], shape: Shape) -> tuple[Layout, Tensor]:
     if len(inner) == 1:
         return Block(len(numbers), inner.pop()), numbers
     row = prod(shape[1:])
-    counts = torch.tensor([block.inner // row for block in blocks if isinstance(block, Block) for _ in range(block.batch)])
+    counts = torch.tensor(
+        [block.inner // row for block in blocks if isinstance(block, Block) for _ in range(block.batch)]
+    )
     index = torch.arange(len(numbers)).repeat_interleave(counts)
     return Labels(len(numbers), index.reshape(-1, *[1] * (len(shape) - 1))), numbers

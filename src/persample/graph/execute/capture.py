@@ -84,7 +84,9 @@ class Capture:
         several = [use for use in self.plan.uses if len(use.nodes) > 1]
         for use in several:
             self._watch([t for one in use.saved for t in one.values() if t is not None])
-        gathered = {i: Gathering([self.tape.node(n) for n in u.nodes], u.watch) for i, u in enumerate(several) if u.passed}
+        gathered = {
+            i: Gathering([self.tape.node(n) for n in u.nodes], u.watch) for i, u in enumerate(several) if u.passed
+        }
         streams = Streams.of_call()
         births = Births(self.plan.sources, self.tape.graph)
         handles = births.hook()
@@ -266,7 +268,9 @@ class Capture:
 
     def _placed(self, factor: Factor, there: Present | None) -> Factor:
         """The factor of all samples from one of those that are there."""
-        return factor if there is None or isinstance(factor, Masked) else placed(there.samples, factor, self.samples.batch)
+        return (
+            factor if there is None or isinstance(factor, Masked) else placed(there.samples, factor, self.samples.batch)
+        )
 
     def _by_rule(self, use: Use, there: Present | None) -> Factor | None:
         flow = self.samples.flows[use.site.index, use.k]

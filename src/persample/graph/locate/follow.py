@@ -74,7 +74,9 @@ class _Assignment:
         self.samples = SampleMap(roots.batch, Sites(tape))
         self.arrived: dict[int, list[Tensor | None]] = {}  # this call's cotangents of nodes, where these were needed
         self.final: dict[Slot, Outcome] = {}  # cotangents of which a real backward showed the whole sum
-        self.labelled: dict[tuple[Op, Shape, Layout, Shape], Layout | Flow] = {}  # as `_OUTCOMES`, of this call's labels
+        self.labelled: dict[
+            tuple[Op, Shape, Layout, Shape], Layout | Flow
+        ] = {}  # as `_OUTCOMES`, of this call's labels
 
     def run(self) -> SampleMap:
         for place, layout in self.roots.places:

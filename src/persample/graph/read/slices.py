@@ -92,7 +92,12 @@ class _Watched(TorchDispatchMode):
         return result
 
 
-_NEW, _COPY, _PART, _CLONE = "aten.new_empty_strided.default", "aten.copy_.default", "aten.as_strided.default", "aten.clone.default"
+_NEW, _COPY, _PART, _CLONE = (
+    "aten.new_empty_strided.default",
+    "aten.copy_.default",
+    "aten.as_strided.default",
+    "aten.clone.default",
+)
 _ZEROS, _CONVERT = "aten.zeros_like.default", "aten._to_copy.default"
 _OPS = {_NEW, _COPY, _PART, _CLONE, _ZEROS, _CONVERT}
 
