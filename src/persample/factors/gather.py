@@ -73,7 +73,7 @@ def _gathered(terms: Sequence[Factor]) -> list[Factor]:
 
 def placed(index: Tensor, factor: Factor, batch: int) -> Factor:
     """The factor of all samples, from one whose sample j is part of number index[j]: one may be there several times."""
-    groups = [(index[some], f) for some, f in factor.groups] if isinstance(factor, Apart) else [(index, factor)]
+    groups = [(_of(index, some), f) for some, f in factor.groups] if isinstance(factor, Apart) else [(index, factor)]
     if _are_distinct([index]):
         return Apart(groups, batch)
     kinds: dict[Hashable, list[Group]] = {}
@@ -126,6 +126,11 @@ def _sorting(index: Tensor) -> Tensor | None:
 
 
 @with_numbers
+def _of(index: Tensor, some: Tensor) -> Tensor:
+    return index[some]
+
+
+@with_numbers
 def _all(batch: int) -> Tensor:
     return torch.arange(batch, device="cpu")
 
@@ -134,7 +139,7 @@ def _one_by_one(index: Tensor, factor: Factor) -> list[Group]:
     """What a sample has first, and what it has a second time, and so on."""
     if _are_distinct([index]):
         return [(index, factor)]
-    return [(index[some], factor[some.to(factor.device)]) for some in _occurrences(index)]
+    return [(_of(index, some), factor[some.to(factor.device)]) for some in _occurrences(index)]
 
 
 @with_numbers
@@ -276,9 +281,8 @@ def _tables(owners: Tensor, batch: int) -> _Tables:
         if width:
             place = starts[samples].unsqueeze(1) + torch.arange(width, device="cpu")
             tables.append((samples, order[place.where(place < ends[samples].unsqueeze(1), len(owners))]))
-    return tables or [
-        (torch.empty(0, dtype=torch.long, device="cpu"), torch.empty(0, 0, dtype=torch.long, device="cpu"))
-    ]
+    none = torch.empty(0, dtype=torch.long, device="cpu")
+    return tables or [(none, none.reshape(0, 0))]
 
 
 def _width(positions: int) -> int:

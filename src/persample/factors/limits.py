@@ -96,7 +96,7 @@ class Limits:
 def _added(numbers: Sequence[float | Tensor]) -> float | Tensor:
     """The sum of numbers, or of one for every sample."""
     if not any(isinstance(number, Tensor) for number in numbers):
-        return math.fsum(numbers)  # type: ignore[arg-type]
+        return math.fsum(numbers)
     total: float | Tensor = 0.0
     for number in numbers:
         total = total + number

@@ -23,6 +23,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from ..numberless import with_numbers
+
 Shape = tuple[int, ...]
 NOBODY = -1
 
@@ -247,7 +249,7 @@ def present(layouts: Sequence[Layout | None], shapes: Sequence[Shape]) -> Presen
         return None
     samples = numbers if len(numbers) == len(samples) else samples
     place = samples.new_full((batch + 1,), NOBODY)  # the last is that of nobody's
-    place[samples] = torch.arange(len(samples))
+    place[samples] = torch.arange(len(samples), device=place.device)
     among = [
         None if layout is None else _among(place, len(samples), layout, shape)
         for layout, shape in zip(layouts, shapes, strict=True)
@@ -270,20 +272,19 @@ def _among(place: Tensor, count: int, layout: Layout, shape: Shape) -> Layout:
     return simplify(index, shape, count)
 
 
+@with_numbers
 def together(every: Sequence[Present], shape: Shape) -> tuple[Layout, Tensor]:
     """Where samples lie in tensors of whole rows, put one after another, and which these are; one may come twice.
 
     In the result, of this ``shape``, each counts as often as it comes.
     """
-    blocks = [one.layouts[0] for one in every]
-    assert all(isinstance(block, Block) for block in blocks)
+    blocks = [block for one in every if isinstance(block := one.layouts[0], Block)]
+    assert len(blocks) == len(every)
     numbers = torch.cat([one.samples for one in every])
-    inner = {block.inner for block in blocks if isinstance(block, Block)}
+    inner = {block.inner for block in blocks}
     if len(inner) == 1:
         return Block(len(numbers), inner.pop()), numbers
     row = prod(shape[1:])
-    counts = torch.tensor(
-        [block.inner // row for block in blocks if isinstance(block, Block) for _ in range(block.batch)]
-    )
-    index = torch.arange(len(numbers)).repeat_interleave(counts)
+    counts = torch.tensor([block.inner // row for block in blocks for _ in range(block.batch)], device="cpu")
+    index = torch.arange(len(numbers), device="cpu").repeat_interleave(counts)
     return Labels(len(numbers), index.reshape(-1, *[1] * (len(shape) - 1))), numbers

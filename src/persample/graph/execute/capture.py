@@ -85,7 +85,7 @@ class Capture:
         for use in several:
             self._watch([t for one in use.saved for t in one.values() if t is not None])
         gathered = {
-            i: Gathering([self.tape.node(n) for n in u.nodes], u.watch) for i, u in enumerate(several) if u.passed
+            use.nodes: Gathering([self.tape.node(n) for n in use.nodes], use.watch) for use in several if use.passed
         }
         streams = Streams.of_call()
         births = Births(self.plan.sources, self.tape.graph)
@@ -105,8 +105,8 @@ class Capture:
         births.check(cotangents)
         self._check_unchanged()
         with torch.no_grad():
-            for i, use in enumerate(several):
-                arrived = gathered[i].end() if use.passed else self._returned(use, cotangents)
+            for use in several:
+                arrived = gathered[use.nodes].end() if use.passed else self._returned(use, cotangents)
                 if use.by_samples:
                     self._consume_by_samples(use, arrived)
                 else:
@@ -268,9 +268,9 @@ class Capture:
 
     def _placed(self, factor: Factor, there: Present | None) -> Factor:
         """The factor of all samples from one of those that are there."""
-        return (
-            factor if there is None or isinstance(factor, Masked) else placed(there.samples, factor, self.samples.batch)
-        )
+        if there is None or isinstance(factor, Masked):
+            return factor
+        return placed(there.samples, factor, self.samples.batch)
 
     def _by_rule(self, use: Use, there: Present | None) -> Factor | None:
         flow = self.samples.flows[use.site.index, use.k]

@@ -74,9 +74,7 @@ class _Assignment:
         self.samples = SampleMap(roots.batch, Sites(tape))
         self.arrived: dict[int, list[Tensor | None]] = {}  # this call's cotangents of nodes, where these were needed
         self.final: dict[Slot, Outcome] = {}  # cotangents of which a real backward showed the whole sum
-        self.labelled: dict[
-            tuple[Op, Shape, Layout, Shape], Layout | Flow
-        ] = {}  # as `_OUTCOMES`, of this call's labels
+        self.labelled: dict[tuple[Op, Shape, Layout, Shape], Layout | Flow] = {}  # `_OUTCOMES`, of this call
 
     def run(self) -> SampleMap:
         for place, layout in self.roots.places:
@@ -113,7 +111,7 @@ class _Assignment:
             outcome = known.get(key)
             if outcome is None:
                 new = self._by_rule(self.samples.sites[node], k, [layout])
-                if new is None or new is Flow.PROBE or isinstance(new, Labels) > labelled:
+                if new is None or new is Flow.PROBE or (isinstance(new, Labels) and not labelled):
                     return False
                 if len(known) >= _MOST:
                     known.clear()

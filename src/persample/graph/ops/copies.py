@@ -38,7 +38,7 @@ def _copied(site: Site) -> Copied | None:
 
 
 def _labels_of_part(layout: Layout, shape: Shape, place: Copied) -> Tensor | None:
-    """The sample of every element of a part, as a tensor that broadcasts to it; None if the whole has gaps in memory."""
+    """The sample of every element of a part, as a tensor that broadcasts to it; None if the whole has gaps."""
     if not _is_dense(shape, place.strides):
         return None
     index = labels(layout, shape)

@@ -8,7 +8,7 @@ does, and nothing else, the part is known, whatever the data are.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -70,7 +70,7 @@ class _Watched(TorchDispatchMode):
     """Writes down the ops that are called, and computes nothing."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[_Call] = []
 
     @classmethod
