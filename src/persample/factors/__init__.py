@@ -8,14 +8,16 @@ Index letters, here and in every rule: B samples, T positions, d in, p out, G gr
 """
 
 from . import convolution_ops  # noqa: F401 (which registers them)
+from .apart import Apart
 from .base import Factor
 from .bounded import bounded_sums, terms_are_bounded
 from .by_rows import ByRows
-from .combine import Sum, View, combine
+from .combine import Sum, View
 from .convolution import Convolution
 from .deferred import Deferred
 from .dense import Dense, DenseCopy, Masked
 from .forms import Form, form_of, kind_of, together
+from .gather import combine, placed, products_of_rows, rows_read
 from .hadamard import Hadamard
 from .outer import Outer
 from .part import Part, one_by_one, regroup, split
@@ -24,6 +26,7 @@ from .rows import Rows
 from .workspace import Workspace
 
 __all__ = [
+    "Apart",
     "ByRows",
     "Convolution",
     "Deferred",
@@ -45,7 +48,10 @@ __all__ = [
     "form_of",
     "kind_of",
     "one_by_one",
+    "placed",
+    "products_of_rows",
     "regroup",
+    "rows_read",
     "split",
     "terms_are_bounded",
     "together",

@@ -1,4 +1,4 @@
-"""Factors that are made of others: views of one (`View`), and sums of several (`Sum`, `combine`)."""
+"""Factors that are made of others: views of one (`View`), and sums of several (`Sum`)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from torch import Tensor
 from ..kernels.norms import wide
 from .base import Factor, Selection, Shape
 from .by_rows import beside, norms_of_both
-from .deferred import Deferred
 from .dense import Dense
 from .integer_sums import IntegerSum, TermsSum
 from .limits import Unit, roundoff
 from .norms import with_untrusted_recomputed
 from .outer import Outer
 from .rearrange import AsComplex, Cast, Permute, Rearrangement, Reshape
-from .rows import Rows
 from .stacks import copied_to
 from .tied import tied, tied_bounds, tied_gram, tied_norms
 from .workspace import Workspace
@@ -275,27 +273,3 @@ def _by_rows(terms: Sequence[Factor]) -> Sequence[Factor]:
     if not isinstance(outer, Outer) or not isinstance(columns, View) or columns.rearrange != Permute((1, 0)):
         return terms
     return [outer.t(), columns.base]
-
-
-def combine(terms: Sequence[Factor]) -> Factor:
-    """The sum of ``terms`` as one factor: outer products and rows are concatenated along their positions."""
-    if len(terms) == 1:
-        return terms[0]
-    terms = [term.compute_all() if isinstance(term, Deferred) else term for term in terms]  # to be concatenated
-    groups: dict[object, list[Factor]] = {}
-    for position, term in enumerate(terms):
-        groups.setdefault(_concatenation_key(term, position), []).append(term)
-    concatenated = [_concatenated(group) if len(group) > 1 else group[0] for group in groups.values()]
-    return concatenated[0] if len(concatenated) == 1 else Sum(concatenated)
-
-
-def _concatenation_key(term: Factor, position: int) -> object:
-    """Equal for terms that can be concatenated, and different for all others."""
-    if isinstance(term, Outer):
-        return Outer, term.left.shape[1:-2], term.shape, term.dtype
-    return (Rows, term.shape, term.dtype) if isinstance(term, Rows) else position
-
-
-def _concatenated(group: Sequence[Factor]) -> Factor:
-    outers = [f for f in group if isinstance(f, Outer)]
-    return Outer.concatenate(outers) if outers else Rows.concatenate([f for f in group if isinstance(f, Rows)])

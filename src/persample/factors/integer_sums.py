@@ -7,7 +7,7 @@ without rounding, in any order, over parts of a batch and over processes. What o
 proven, not estimated: with weight w at most ``w · linear + √w · root + constant`` (`Limits`).
 
 `Factor.integer_sum` chooses the class for its form: `StackSum` for any gradients, `RowsSum` for rows of a table,
-`ProductSum` for sums of products; `TermsSum` and `ChunkedSum` are made of others.
+`ProductSum` for sums of products; `TermsSum`, `ChunkedSum` and `GroupedSum` are made of others.
 
 Where numbers cannot be looked at, every sample is rounded in float64, and one question is left for all sums together:
 whether float64 can add up a factor's products at once (`IntegerSum.term_sizes`). The answer decides how they are
@@ -251,6 +251,43 @@ class ChunkedSum(IntegerSum):
         for some, make in others:
             total += make().totals(weights[some], at_once=at_once)
         return total
+
+
+class GroupedSum(IntegerSum):
+    """Samples in groups, each with a sum of its own: the limits of a sample are those of its group."""
+
+    def __init__(self, groups: Sequence[tuple[Tensor, IntegerSum]], batch: int) -> None:
+        self._groups = groups  # the numbers of samples, and the sum over these
+        every = [(index, each.limits) for index, each in groups]
+        zeros = every[0][1].linear.new_zeros(batch)
+        linear, root, terms, constant = (torch.zeros_like(zeros) for _ in range(4))
+        for index, limits in every:
+            index = index.to(zeros.device)
+            linear[index], root[index], terms[index] = limits.linear, limits.root, limits.terms
+            constant[index] = limits.constant
+        self.limits = Limits(linear, root, constant, terms)
+        self.term_sizes = [_of_group(sizes, index) for index, each in groups for sizes in each.term_sizes]
+
+    def totals(self, weights: Tensor, parts: int = 1, *, at_once: bool = False) -> Tensor:
+        assert parts == 1
+        totals = [each.totals(weights[index.to(weights.device)], at_once=at_once) for index, each in self._groups]
+        total = totals[0]
+        for each in totals[1:]:
+            total += each
+        return total
+
+
+def _of_group(sizes: TermSizes, index: Tensor) -> TermSizes:
+    """The same for samples of these numbers: their sum, or each in its place."""
+
+    def of_all(weights: Tensor, parts: int) -> Tensor:
+        places = index.to(weights.device)
+        if parts == 1:
+            return sizes(weights[places], 1)
+        each = sizes(weights[places], len(places))
+        return each.new_zeros(len(weights)).index_copy_(0, places, each)
+
+    return of_all
 
 
 def _of_some(sizes: TermSizes, some: slice) -> TermSizes:

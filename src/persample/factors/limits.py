@@ -58,7 +58,7 @@ class Limits:
 
     linear: Tensor  # (B,)
     root: Tensor  # (B,)
-    constant: float
+    constant: float | Tensor  # (B,) where samples differ
     terms: Tensor  # (B,)
 
     @classmethod
@@ -70,7 +70,7 @@ class Limits:
         linear = torch.cat([x.linear.view(parts, -1) for x, parts in every])
         root = torch.cat([x.root.view(parts, -1) for x, parts in every])
         terms = torch.cat([x.terms.view(parts, -1) for x, parts in every]).amax(0)
-        constant = math.sqrt(math.fsum(parts * x.constant**2 for x, parts in every))
+        constant = _root(_added([parts * x.constant**2 for x, parts in every]))
         return cls(row_norms(linear.t()), row_norms(root.t()), constant, terms)
 
     @classmethod
@@ -79,7 +79,7 @@ class Limits:
         linear, root, terms = (
             torch.stack(t).sum(0) for t in zip(*[(x.linear, x.root, x.terms) for x in every], strict=True)
         )
-        return cls(linear, root, math.fsum(x.constant for x in every), terms)
+        return cls(linear, root, _added([x.constant for x in every]), terms)
 
     def weighted(self, weights: Tensor) -> Limits:
         """Limits of these gradients times ``weights``: what is left to choose is a further weight."""
@@ -91,6 +91,20 @@ class Limits:
         room = left.clamp(min=0) if isinstance(left, Tensor) else max(left, 0.0)
         root = 2 * room / (self.root + (self.root.square() + 4 * room * self.linear).sqrt())
         return torch.minimum(root.square(), _LARGEST_TERMS * bound / self.terms).nan_to_num(nan=0.0, posinf=math.inf)
+
+
+def _added(numbers: Sequence[float | Tensor]) -> float | Tensor:
+    """The sum of numbers, or of one for every sample."""
+    if not any(isinstance(number, Tensor) for number in numbers):
+        return math.fsum(numbers)
+    total: float | Tensor = 0.0
+    for number in numbers:
+        total = total + number
+    return total
+
+
+def _root(number: float | Tensor) -> float | Tensor:
+    return number.sqrt() if isinstance(number, Tensor) else math.sqrt(number)
 
 
 def roundoff(dtype: torch.dtype, terms: int = 1) -> float:

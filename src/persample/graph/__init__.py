@@ -31,6 +31,7 @@ from .ops import (  # noqa: F401  entered into the table
     attention,
     cells,
     convolutions,
+    copies,
     device_recurrences,
     distances,
     images,

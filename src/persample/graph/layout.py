@@ -23,6 +23,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from ..numberless import with_numbers
+
 Shape = tuple[int, ...]
 NOBODY = -1
 
@@ -128,6 +130,8 @@ def carry(layout: Layout, shape: Shape, to_shape: Shape, to_dims: Sequence[int |
         quick = _carry_block(layout, shape, to_shape, tuple(to_dims))
         if quick is not None:
             return quick
+    elif shape == to_shape and all(d == to for d, to in enumerate(to_dims)):
+        return layout
     for d in sample_dims(layout, shape):
         there = to_dims[d]
         if there is None or to_shape[there] != shape[d]:
@@ -211,7 +215,76 @@ def join(a: Layout, b: Layout, shape: Shape) -> Layout | None:
         agree = sample_dims(a, shape) == sample_dims(b, shape) and torch.equal(labels(a, shape), labels(b, shape))
         return a if agree else None
     x, y = labels(a, shape), labels(b, shape)
-    x, y = torch.broadcast_tensors(x, y)
-    if bool(((x != y) & (x != NOBODY) & (y != NOBODY)).any()):
+    both = torch.maximum(x, y)
+    if bool(((x != both) & (x != NOBODY)).any()) or bool(((y != both) & (y != NOBODY)).any()):
         return None
-    return simplify(torch.maximum(x, y), shape, a.batch)
+    return simplify(both, shape, a.batch) if bool((both != NOBODY).all()) else Labels(a.batch, both)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Present:
+    """Some of the samples, and where each lies in several tensors, counted among these alone."""
+
+    samples: Tensor  # (b,): their numbers
+    layouts: tuple[Layout | None, ...]
+
+
+def present(layouts: Sequence[Layout | None], shapes: Sequence[Shape]) -> Present | None:
+    """The samples that these tensors have to do with; None if that is all of them, or none.
+
+    Where each has one place, they keep the order of these: then they often are a block.
+    """
+    if not all(layout is None or isinstance(layout, Labels) for layout in layouts):
+        return None
+    labelled = [layout for layout in layouts if isinstance(layout, Labels)]
+    if not labelled:
+        return None
+    batch, (first, *others) = labelled[0].batch, labelled
+    if first.index.numel() == 1 and not others:
+        return None if int(first.index) == NOBODY else Present(first.index.reshape(1), _wholes(layouts, shapes))
+    numbers = torch.cat([layout.index.reshape(-1) for layout in labelled])
+    numbers = numbers[numbers != NOBODY]
+    samples = numbers.unique()
+    if not 0 < len(samples) < batch:
+        return None
+    samples = numbers if len(numbers) == len(samples) else samples
+    place = samples.new_full((batch + 1,), NOBODY)  # the last is that of nobody's
+    place[samples] = torch.arange(len(samples), device=place.device)
+    among = [
+        None if layout is None else _among(place, len(samples), layout, shape)
+        for layout, shape in zip(layouts, shapes, strict=True)
+    ]
+    return Present(samples, tuple(among))
+
+
+def _wholes(layouts: Sequence[Layout | None], shapes: Sequence[Shape]) -> tuple[Layout | None, ...]:
+    """All of each tensor is one sample's."""
+    pairs = zip(layouts, shapes, strict=True)
+    return tuple([None if layout is None else Block(1, max(prod(shape), 1)) for layout, shape in pairs])
+
+
+def _among(place: Tensor, count: int, layout: Layout, shape: Shape) -> Layout:
+    """A layout with other numbers for its samples, of which there are fewer."""
+    assert isinstance(layout, Labels)
+    index = place[layout.index]
+    if count == 1 and bool((index != NOBODY).all()):
+        return Block(1, max(prod(shape), 1))
+    return simplify(index, shape, count)
+
+
+@with_numbers
+def together(every: Sequence[Present], shape: Shape) -> tuple[Layout, Tensor]:
+    """Where samples lie in tensors of whole rows, put one after another, and which these are; one may come twice.
+
+    In the result, of this ``shape``, each counts as often as it comes.
+    """
+    blocks = [block for one in every if isinstance(block := one.layouts[0], Block)]
+    assert len(blocks) == len(every)
+    numbers = torch.cat([one.samples for one in every])
+    inner = {block.inner for block in blocks}
+    if len(inner) == 1:
+        return Block(len(numbers), inner.pop()), numbers
+    row = prod(shape[1:])
+    counts = torch.tensor([block.inner // row for block in blocks for _ in range(block.batch)], device="cpu")
+    index = torch.arange(len(numbers), device="cpu").repeat_interleave(counts)
+    return Labels(len(numbers), index.reshape(-1, *[1] * (len(shape) - 1))), numbers

@@ -3,7 +3,7 @@
 A training loop builds the same graph at every step. Its form is read in a fraction of the time that planning takes. If
 a graph of the same form was planned before, with the same leaves as parameters, and its nodes still answer as they did
 to all that was asked of them then, the plan is the same, number for number. Plans that data had a part in are not
-remembered.
+remembered, but for a few integers: those are compared.
 """
 
 from __future__ import annotations

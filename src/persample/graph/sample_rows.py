@@ -9,6 +9,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from ..factors import Factor, Outer, products_of_rows
 from ..kernels.norms import wide
 from ..kernels.rows import rows_summed
 from ..numberless import with_numbers
@@ -62,6 +63,12 @@ class SampleRows:
         picked = t.index_select(0, order.clamp(min=0).reshape(-1)) if len(t) else t.new_zeros(order.numel(), *rest)
         picked = picked.reshape(*order.shape, *rest)
         return picked.masked_fill((order < 0).reshape(*order.shape, *[1] * len(rest)), 0)
+
+    def products(self, left: Tensor, right: Tensor, scale: float = 1.0) -> Factor:
+        """The factor of Σ left[n] ⊗ right[n] over the rows of every sample."""
+        if self._rows is None:
+            return Outer(self.group(left), self.group(right), scale)
+        return products_of_rows([left], [right], self._rows, self.batch, scale)
 
     def sum(self, t: Tensor) -> Tensor:
         """(N, ...) -> (B, ...)."""
@@ -117,6 +124,8 @@ def _row_sizes(layout: Layout, shape: Shape, row_dims: int) -> list[int]:
 def sum_per_sample(t: Tensor, layout: Layout, target: Shape) -> Tensor:
     """(B, *target): for every sample, its part of ``t`` summed over the dims along which ``target`` was broadcast."""
     shape = tuple(t.shape)
+    if isinstance(layout, Block) and layout.batch == 1:
+        return t.sum_to_size(target).unsqueeze(0)
     route = _route(layout, shape, target) if isinstance(layout, Block) else None
     if route is None:
         reduced = [d for d, to in enumerate(broadcast_dims(shape, target)) if to is None]

@@ -2,7 +2,8 @@
 
 In a deep network of small layers, Python costs more per use than the arithmetic. Uses of one kind, with the same shapes
 and options, whose samples lie in whole rows, are one use with more samples: the rows of their cotangents and of what
-they saved are put together, and one rule makes the factor of all their parameters.
+they saved are put together, and one rule makes the factor of all their parameters. The same holds for uses of one
+parameter, each by some of the samples: the passes of a loop over samples or chunks, and the steps of packed sequences.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -38,6 +39,7 @@ class Bundle:
     outputs: tuple[int, ...]  # the backward outputs that go to shared tensors
     passed: bool  # whether the engine goes on from here, so that cotangents are caught in passing
     watch: Watch = field(default_factory=Watch)
+    by_samples: bool = False  # of several nodes: do they use the same tensors, each with some of the samples?
     saved: Sequence[Saved] = ()  # of several nodes, what each has saved that is read: the backward lets go of it
 
     def reading(self, tape: Tape) -> Bundle:
@@ -52,7 +54,7 @@ class Bundle:
     def is_alike(self, tape: Tape) -> bool:
         """Are all saved tensors of one kind, which is that of the cotangents?"""
         kinds = {
-            (meta.dtype, meta.device, *[None if t is None else (t.dtype, t.device, t.shape) for t in one.values()])
+            (meta.dtype, meta.device, *[None if t is None else self._kind_of_saved(t, meta) for t in one.values()])
             for one, (meta, *_) in zip(self.saved, [metadata(tape.node(n)) for n in self.nodes], strict=True)
         }
         first = kinds.pop()
@@ -62,6 +64,12 @@ class Bundle:
             and all(kind[:2] == first[:2] for kind in first[2:])
             and not kinds
         )
+
+    def _kind_of_saved(self, t: Tensor, meta: Any) -> Hashable:
+        """What nodes have to have in common; those of other samples may have more rows, as many as the cotangent."""
+        if not self.by_samples:
+            return t.dtype, t.device, t.shape
+        return t.dtype, t.device, t.shape[1:], t.shape[:1] == meta.shape[:1] or None
 
     def is_as_planned(self, tape: Tape) -> bool:
         """Are they alike, as they were in a graph of the same form?
@@ -93,11 +101,19 @@ def bundle_up(plan: CapturePlan) -> None:
         return
     alike: dict[Hashable, list[Bundle]] = {}
     for use in plan.uses:
-        kind = _kind(plan, use) if use.passed else None
+        if use.nodes[0] in plan.present:
+            kind = _kind_by_samples(plan, use)
+        else:
+            kind = _kind(plan, use) if use.passed else None
         if kind is not None:
             alike.setdefault(kind, []).append(use)
     several = [
-        Bundle(tuple([node for use in uses for node in use.nodes]), uses[0].outputs, passed=True).reading(plan.tape)
+        Bundle(
+            tuple([node for use in uses for node in use.nodes]),
+            uses[0].outputs,
+            uses[0].passed,
+            by_samples=uses[0].nodes[0] in plan.present,
+        ).reading(plan.tape)
         for uses in alike.values()
         if len(uses) > 1
     ]
@@ -130,6 +146,33 @@ def _kind(plan: CapturePlan, use: Bundle) -> Hashable:
     below = tape.edges[number][0]
     input_shape = None if below is None else tape.shape(below)  # known if the input was computed from parameters
     return op, shapes, input_shape, layout, tuple(ways), tuple([read(node, o) for o in options if has(node, o)])
+
+
+def _kind_by_samples(plan: CapturePlan, use: Bundle) -> Hashable:
+    """The same for uses by some of the samples: those of one kind use the same parameters.
+
+    Their rows must be one sample's after another's. Of matrices, samples may have different numbers of them.
+    """
+    (number,) = use.nodes
+    tape = plan.tape
+    node, op, (shape, *_) = tape.node(number), tape.op(number), tape.shapes(number)
+    (layout, *others), size = plan.present[number].layouts, prod(shape)
+    if op.rowwise is None or any(others) or not isinstance(layout, Block) or not 0 < size <= _LARGEST:
+        return None
+    if layout.batch * layout.inner != size or layout.inner % prod(shape[1:]):
+        return None
+    reads, options = op.rowwise.reads, op.rowwise.options
+    if not reads.keys() >= set(use.outputs) or in_checkpoint(node):
+        return None
+    ways = []
+    for k in use.outputs:
+        *views, leaf = _only_way(plan, number, k)
+        if not tape.is_leaf(leaf):
+            return None
+        ways.append((k, [tape.op(n) for n in views], leaf))
+    rows = None if len(shape) == 2 else layout.inner
+    kept = tuple([read(node, o) for o in options if has(node, o)])
+    return "by samples", op, use.passed, shape[1:], rows, str(ways), kept
 
 
 def _only_way(plan: CapturePlan, number: int, k: int) -> Iterator[int]:

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from ..._errors import UnsupportedError
-from ...factors import Dense, Factor, Masked, Part, Pulled, combine, split
+from ...factors import Dense, Factor, Masked, Part, Pulled, combine, placed, split
 from ...kernels.certificates import is_traced
 from ...kernels.streams import Streams
 from ...numberless import NoNumbers
 from ..compiled.entry import Whole, whole
-from ..layout import Block, Layout, labels
+from ..layout import Block, Layout, Present, labels, together
 from ..ops.custom import taught
 from ..ops.use import Use
 from ..read import saved
@@ -88,7 +88,9 @@ class Capture:
         several = [use for use in self.plan.uses if len(use.nodes) > 1]
         for use in several:
             self._watch([t for one in use.saved for t in one.values() if t is not None])
-        gathered = [Gathering([self.tape.node(n) for n in use.nodes], use.watch) for use in several]
+        gathered = {
+            use.nodes: Gathering([self.tape.node(n) for n in use.nodes], use.watch) for use in several if use.passed
+        }
         streams = Streams.of_call()
         births = Births(self.plan.sources, self.tape.graph)
         handles = births.hook()
@@ -96,7 +98,7 @@ class Capture:
             if use.passed:
                 consume = streams.noting(partial(self._consume, number))
                 handles.append(self.tape.node(number).register_prehook(consume))
-        for gathering in gathered:
+        for gathering in gathered.values():
             handles += gathering.hook(streams)
         try:
             cotangents = self._backward(retain_graph)
@@ -107,8 +109,12 @@ class Capture:
         births.check(cotangents)
         self._check_unchanged()
         with torch.no_grad():
-            for use, gathering in zip(several, gathered, strict=True):
-                self._consume_several(use, gathering.end())
+            for use in several:
+                arrived = gathered[use.nodes].end() if use.passed else self._returned(use, cotangents)
+                if use.by_samples:
+                    self._consume_by_samples(use, arrived)
+                else:
+                    self._consume_several(use, arrived)
             if any(saved.in_checkpoint(self.tape.node(number)) for number in self._left()):
                 saved.in_own_task(lambda: self._finish(cotangents))  # one recomputation of each region for all of them
             else:
@@ -145,7 +151,8 @@ class Capture:
         use = self.pending.pop(number, None)
         if use is None:
             return None
-        layouts = self.samples.layouts(number)
+        there = self.plan.present.get(number)
+        layouts = self.samples.layouts(number) if there is None else there.layouts
         cotangents = [None if layout is None else g for g, layout in zip(grads, layouts, strict=True)]
         site, factors, instead = self.samples.sites[number], dict[int, Factor](), None
         if any(g is not None for g in cotangents):
@@ -153,7 +160,8 @@ class Capture:
             if self._is_taken_at_once(site, use, cotangents, known):
                 return None
             self._read_ahead(site)
-            factors = self._factors(site, use.outputs, cotangents, known, self.samples.batch)
+            batch = self.samples.batch if there is None else len(there.samples)
+            factors = self._factors(site, use.outputs, cotangents, known, batch, there)
             if site.op.instead is not None:
                 instead = site.op.instead(site, grads, self.ordinary)
             site.forget()
@@ -214,6 +222,24 @@ class Capture:
         for k in use.outputs:
             self._add([self.tape.edges[use.nodes[place]][k] for place in cotangents], factors[k])
 
+    def _returned(self, use: Bundle, cotangents: dict[Slot, Tensor]) -> dict[int, Tensor]:
+        """The cotangents of a bundle at which the engine stopped, by their places."""
+        return {place: g for place, n in enumerate(use.nodes) if (g := cotangents.pop((n, 0), None)) is not None}
+
+    def _consume_by_samples(self, use: Bundle, cotangents: Mapping[int, Tensor]) -> None:
+        """Turn the cotangents of ops that use the same tensors, each with some of the samples, into one factor."""
+        factors: dict[int, Factor] = {}
+        if cotangents:
+            site, places = self.samples.sites[use.nodes[0]], list(cotangents)
+            g = torch.cat(list(cotangents.values()))
+            layout, there = together([self.plan.present[use.nodes[place]] for place in places], tuple(g.shape))
+            site.recomputed = use.saved_rows(places, 1)
+            factors = self._factors(site, use.outputs, [g], [layout], layout.batch)
+            site.forget()
+            factors = {k: placed(there, factor, self.samples.batch) for k, factor in factors.items()}
+        for k in use.outputs:
+            self._add([self.tape.edges[node][k] for node in use.nodes], factors.get(k))
+
     def _factors(
         self,
         site: Site,
@@ -221,26 +247,36 @@ class Capture:
         cotangents: Sequence[Tensor | None],
         layouts: Sequence[Layout | None],
         batch: int,
+        there: Present | None = None,
     ) -> dict[int, Factor]:
-        """By rule where there is one for this layout, the rest by pushing sample after sample through the node."""
+        """By rule where there is one for this layout, the rest by pushing sample after sample through the node.
+
+        Where samples are missing, batch and layouts are those of the ones that are ``there``.
+        """
         factors: dict[int, Factor] = {}
         for k in outputs:
-            factor = self._by_rule(Use(site, k, cotangents, layouts, batch))
+            factor = self._by_rule(Use(site, k, cotangents, layouts, batch), there)
             if factor is not None:
-                factors[k] = factor
                 self._watch(factor.whole.tensors if isinstance(factor, Part) else factor.tensors)
                 self.record.append((site, k, f"rule: {type(factor).__name__}"))
+                factors[k] = self._placed(factor, there)
         slow = [k for k in outputs if k not in factors]
-        if slow and batch != self.samples.batch:
+        if slow and there is None and batch != self.samples.batch:
             raise LookupError(f"the rule for {site.name} gave nothing for uses that are alike")
         if slow:
             for k in slow:
                 self._note_slow(site, k, self.slow)
             for k, value in push_masked(site, cotangents, layouts, batch, slow).items():
-                factors[k] = Dense(value)
+                factors[k] = self._placed(Dense(value), there)
         return factors
 
-    def _by_rule(self, use: Use) -> Factor | None:
+    def _placed(self, factor: Factor, there: Present | None) -> Factor:
+        """The factor of all samples from one of those that are there."""
+        if there is None or isinstance(factor, Masked):
+            return factor
+        return placed(there.samples, factor, self.samples.batch)
+
+    def _by_rule(self, use: Use, there: Present | None) -> Factor | None:
         flow = self.samples.flows[use.site.index, use.k]
         if isinstance(flow, Layout):
             return self._separable_edge(use, flow)
@@ -251,6 +287,8 @@ class Capture:
         except NoNumbers:  # of indices that the rule goes by
             lacking(use.site.node)
             return None
+        if factor is None and there is not None and len(there.samples) == 1:
+            return self._of_one(use)
         return factor if factor is not None or flow is Flow.MIXED else sum_by_probe(use)
 
     def _by_teaching(self, use: Use) -> Factor | None:
@@ -262,10 +300,17 @@ class Capture:
 
     def _separable_edge(self, use: Use, flow: Layout) -> Factor | None:
         """Part of a sum that is not separable, but this contribution is: compute it whole, once."""
+        value = self._called(use)
+        return None if value is None else _masked(value, flow)
+
+    def _of_one(self, use: Use) -> Factor | None:
+        """One sample's gradient is what the node computes."""
+        value = self._called(use)
+        return None if value is None else Dense(value.unsqueeze(0))
+
+    def _called(self, use: Use) -> Tensor | None:
         value = call(use.site.node, use.cotangents, use.site.edges)[use.k]
-        if value is None:
-            return None
-        return _masked(sum_to(value, use.target, use.site.metadata(use.k).dtype), flow)
+        return None if value is None else sum_to(value, use.target, use.site.metadata(use.k).dtype)
 
     def _read_ahead(self, site: Site) -> None:
         """Read what a checkpointed node saved; and, as its region is there, what the engine will not come to in it."""
@@ -289,6 +334,7 @@ class Capture:
             nodes = [slot[0] for slot in slots if slot is not None]
             for node in nodes:
                 self.waiting[node] -= 1
+            nodes = list(dict.fromkeys(nodes))  # several uses of one tensor may have come as one
             if factor is not None:
                 self.terms.setdefault(slots[0], []).append(factor)
             if self.waiting[nodes[0]] == 0:

@@ -8,8 +8,10 @@ from math import prod
 
 from torch import Tensor
 
+from ...numberless import with_numbers
+from ..layout import Present, present
 from ..locate.follow import SampleMap, assign
-from ..read.nodes import NodeSlot
+from ..read.nodes import NodeSlot, is_opaque
 from ..read.roots import Roots
 from ..read.site import Sites
 from ..read.tape import Graph, Slot, Tape
@@ -35,6 +37,7 @@ class CapturePlan:
     requested: list[Slot] = field(default_factory=list)  # cotangents that the engine is to return
     sources: list[Source] = field(default_factory=list)  # the outputs of nodes that these come from
     waiting: dict[int, int] = field(default_factory=dict)  # contributions that come to a shared tensor, by its node
+    present: dict[int, Present] = field(default_factory=dict)  # of uses in which samples are missing, those there are
     activations: int = 0  # about how many numbers the forward pass has kept
     common: Common = field(default_factory=Common)
 
@@ -80,6 +83,7 @@ def plan(
     made.sources = [(n, k, slot) for n, slots in tape.edges.items() for k, slot in enumerate(slots) if slot in ends]
     made.waiting = _contributions(made)
     made.activations = _activations(made)
+    made.present = _present(made)
     return made
 
 
@@ -119,6 +123,19 @@ def _contributions(plan: CapturePlan) -> dict[int, int]:
             counts[slot[0]] += 1
     counts.update({node: 1 for node, _ in plan.requested if plan.tape.is_leaf(node)})
     return counts
+
+
+@with_numbers
+def _present(plan: CapturePlan) -> dict[int, Present]:
+    """The samples in uses of which some are missing; opaque nodes are taken as they are."""
+    found: dict[int, Present] = {}
+    for use in plan.uses:
+        (number,) = use.nodes
+        if not is_opaque(plan.tape.node(number)):
+            there = present(plan.samples.layouts(number), plan.tape.shapes(number))
+            if there is not None:
+                found[number] = there
+    return found
 
 
 def _activations(plan: CapturePlan) -> int:

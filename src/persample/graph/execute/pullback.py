@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...distributed.wrappers import passed_from, passes_on
-from ...factors import Dense, Factor
+from ...factors import Apart, Dense, Factor
+from ..ops.table import Through
 from ..read.saved import unpacked_often
 from ..read.site import Site
 from .fallback import loops, push_stacked
@@ -17,7 +18,11 @@ from .fallback import loops, push_stacked
 def lifted(site: Site, factor: Factor) -> Factor | None:
     """The factor of a node's one input without stacking, if the node is a view or a cast."""
     lift = site.op.lift
-    return None if lift is None or len(site.shapes) != 1 else lift(site, factor, site.target(0))
+    if lift is None or len(site.shapes) != 1:
+        return None
+    if isinstance(factor, Apart):
+        return factor.each(lambda some: lift(site, some, site.target(0)))
+    return lift(site, factor, site.target(0))
 
 
 def pull(site: Site, factors: Sequence[Factor | None], batch: int) -> tuple[dict[int, Factor], bool]:
@@ -53,7 +58,13 @@ def _kept_through(site: Site, factor: Factor, wanted: Sequence[int]) -> dict[int
         if through is None:
             continue
         with unpacked_often(site.node):  # in a checkpoint: the next operand is to be read, or the node to be called
-            passed = through(site, k, factor)
+            passed = _passed(through, site, k, factor)
         if passed is not None and passed.shape == site.target(k) and passed.dtype == site.metadata(k).dtype:
             found[k] = passed
     return found
+
+
+def _passed(through: Through, site: Site, k: int, factor: Factor) -> Factor | None:
+    if isinstance(factor, Apart):
+        return factor.each(lambda some: through(site, k, some))
+    return through(site, k, factor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -73,6 +74,7 @@ class _Assignment:
         self.samples = SampleMap(roots.batch, Sites(tape))
         self.arrived: dict[int, list[Tensor | None]] = {}  # this call's cotangents of nodes, where these were needed
         self.final: dict[Slot, Outcome] = {}  # cotangents of which a real backward showed the whole sum
+        self.labelled: dict[tuple[Op, Shape, Layout, Shape], Layout | Flow] = {}  # `_OUTCOMES`, of this call
 
     def run(self) -> SampleMap:
         for place, layout in self.roots.places:
@@ -83,7 +85,8 @@ class _Assignment:
         for node in self.tape.order:
             shapes = self.tape.shapes(node)
             states = [cotangents.get((node, nr)) for nr in range(len(shapes))]
-            if len(states) == 1 and type(states[0]) is Block and self._flow_by_shape(node, shapes[0], states[0]):
+            first = states[0] if len(states) == 1 else None
+            if isinstance(first, Layout) and self._flow_by_shape(node, shapes[0], first):
                 continue
             if any(isinstance(state, Flow) for state in states):
                 batched.add(node)
@@ -94,24 +97,25 @@ class _Assignment:
                 self._flow(self.samples.sites[node], states)  # type: ignore[arg-type]
         return self.samples
 
-    def _flow_by_shape(self, node: int, shape: Shape, layout: Block) -> bool:
+    def _flow_by_shape(self, node: int, shape: Shape, layout: Layout) -> bool:
         """The common case, remembered: ops whose flow depends on shapes alone; False if this is not one."""
-        op = self.tape.op(node)
-        if not op.by_shape or 0 in shape:
+        op, labelled = self.tape.op(node), isinstance(layout, Labels)
+        if not op.by_shape or 0 in shape or (isinstance(layout, Labels) and layout.index.numel() == 1):
             return False
+        known: dict[Any, Any] = self.labelled if labelled else _OUTCOMES
         flows, cotangents = self.samples.flows, self.samples.cotangents
         for k, slot in enumerate(self.tape.edges[node]):
             if slot is None:
                 continue
             key = (op, shape, layout, self.tape.shape(slot))
-            outcome = _OUTCOMES.get(key)
+            outcome = known.get(key)
             if outcome is None:
                 new = self._by_rule(self.samples.sites[node], k, [layout])
-                if new is None or new is Flow.PROBE or isinstance(new, Labels):
+                if new is None or new is Flow.PROBE or (isinstance(new, Labels) and not labelled):
                     return False
-                if len(_OUTCOMES) >= _MOST:
-                    _OUTCOMES.clear()
-                outcome = _OUTCOMES[key] = new
+                if len(known) >= _MOST:
+                    known.clear()
+                outcome = known[key] = new
             flows[node, k] = outcome
             if slot in cotangents or slot in self.final:
                 self._merge(slot, outcome)
@@ -126,6 +130,8 @@ class _Assignment:
             outcome: Outcome = None
             if not site.op.section and not is_opaque(site.node):
                 outcome = whole(layouts, len(self.tape.shape(slot)))
+                if outcome is not None and self._is_shared(site, k):
+                    outcome = Flow.SHARED
             if outcome is None:
                 outcome = self._by_rule(site, k, layouts)
             if outcome is Flow.PROBE:
@@ -137,7 +143,7 @@ class _Assignment:
         self, site: Site, k: int, slot: Slot, layouts: Sequence[Layout | None], probed: list[Outcome]
     ) -> Outcome:
         """Sizes and dims did not decide: is it a weight, and if not, what do this call's numbers say?"""
-        if site.is_weight(k) and not self._is_used_as_data(site, k):
+        if self._is_shared(site, k):
             return Flow.SHARED
         if site.op.product is not None and not is_opaque(site.node):
             return self._by_product(site, k, layouts)
@@ -187,6 +193,10 @@ class _Assignment:
         if not probed:
             probed += probe_call(site, cotangents, layouts, self.samples.batch, linear=is_known(site.node))
         return probed[k]
+
+    def _is_shared(self, site: Site, k: int) -> bool:
+        """Is what output k leads to a weight, for all that is known?"""
+        return site.is_weight(k) and not self._is_used_as_data(site, k)
 
     def _is_used_as_data(self, site: Site, k: int) -> bool:
         """Has a leaf that may be data a place for every sample here, other than as operand of a product?"""

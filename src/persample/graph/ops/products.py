@@ -76,11 +76,11 @@ def _matrix(use: Use, operand: int, first: str, second: str, scale: float) -> Fa
     g, layout = use.g, use.layout
     if operand == 1:
         samples = SampleRows.of(layout, tuple(g.shape), 1)
-        return None if samples is None else Outer(samples.group(_conj(use.site.tensor(first))), samples.group(g), scale)
+        return None if samples is None else samples.products(_conj(use.site.tensor(first)), g, scale)
     samples = _column_rows(layout, g)
     if samples is None:
         return None
-    return Outer(samples.group(g.t()), samples.group(_conj(use.site.tensor(second)).t()), scale)
+    return samples.products(g.t(), _conj(use.site.tensor(second)).t(), scale)
 
 
 def _conj(t: Tensor) -> Tensor:

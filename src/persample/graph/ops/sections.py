@@ -66,6 +66,8 @@ def _set_into(picked: Tensor, target: Shape, dim: int, where: slice, batch: int)
     sizes = [target[dim] if d == dim else n for d, n in enumerate(picked.shape)]
     index = picked.new_full(sizes, NOBODY)
     index[(slice(None),) * dim + (where,)] = picked
+    if len(range(target[dim])[where]) < target[dim]:  # something is nobody's: no block
+        return Labels(batch, index)
     return simplify(index, target, batch)
 
 

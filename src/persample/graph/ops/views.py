@@ -149,4 +149,3 @@ op(
 op("Roll", flow=rearranged, lift=lift_rolled)
 op("Diagonal DiagEmbed Trace", vmap=True)
 op("AsStrided", in_place=True)
-op("CopySlices", in_place=True, new_rows=lambda node, shape: range(len(shape)))

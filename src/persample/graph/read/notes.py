@@ -15,6 +15,8 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from ...numberless import has_numbers
+
 Question = Callable[[Node], Any]
 
 
@@ -30,10 +32,38 @@ class Notes:
 
     def add(self, node: Node, question: Question, answer: Any) -> None:
         held = answer if isinstance(answer, (tuple, list)) else (answer,)
-        if any(isinstance(one, Tensor) for one in held):
+        if isinstance(answer, Tensor) and _are_few_integers(answer):
+            self.answers.append((node, _Listed(question), _Listed.of(answer)))
+        elif any(isinstance(one, Tensor) for one in held):
             self.certain = False
         else:
             self.answers.append((node, question, answer))
+
+
+_FEW = 2**10  # integers that are compared sooner than anything is planned
+
+
+def _are_few_integers(t: Tensor) -> bool:
+    """Is this a short list of numbers, such as the order of the sequences in a batch?"""
+    return t.numel() <= _FEW and not t.is_floating_point() and not t.is_complex() and has_numbers(t) and t.is_cpu
+
+
+class _Listed:
+    """A question whose answer is a tensor, as a list that can be compared."""
+
+    __slots__ = ("_question",)
+
+    def __init__(self, question: Question) -> None:
+        self._question = question
+
+    def __call__(self, node: Node) -> Any:
+        return self.of(self._question(node))
+
+    @staticmethod
+    def of(answer: Any) -> Any:
+        """The dtype and the numbers; None of what is no short list."""
+        few = isinstance(answer, Tensor) and _are_few_integers(answer)
+        return (answer.dtype, answer.tolist()) if few else None
 
 
 class _Open(local):
