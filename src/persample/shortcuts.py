@@ -15,7 +15,7 @@ from .reductions import ClippedSum, Dot, Gram, Norms, Project, Projection, Secon
 from .reductions.clipping import Bounds
 from .reductions.groups import Per
 from .reductions.products import CrossGram, Directions, KeptFactors
-from .verbs import begin_run, reduce, run_backward
+from .verbs import begin_run, reduce, run_backward, several_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # which some builds of torch lack
@@ -154,17 +154,23 @@ def gram(losses: Tensor, params: Params, other: Tensor | None = None, **options:
     if other is None:
         products: Tensor = reduce(losses, params, Gram(), **options)[0]
         return products
-    check_losses(losses)
-    check_losses(other)
+    check_losses(losses, several=True)
+    check_losses(other, several=True)
     check_reductions([Gram()], options.get("max_memory"), Ranks.of(options.get("process_group")))
-    independent = options.get("independent", False)
+    independent, max_memory = options.get("independent", False), options.get("max_memory")
     keep_graph = options.get("retain_graph", False) or share_nodes(losses, other)
     with undisturbed(losses, named(params), last=not keep_graph) as leaves:
         with boundary(losses):
-            run = begin_run([KeptFactors()], params, leaves.full, len(losses), losses.device, options.get("max_memory"))
-            run_backward(losses, leaves.full, run, retain_graph=keep_graph, independent=independent)
-            (factors,) = run.results()
-        products = reduce(other, params, CrossGram(factors, len(losses)), **options)[0]
+            if losses.ndim > 1:
+                several = several_of(
+                    losses, params, leaves.full, max_memory, retain_graph=keep_graph, independent=independent
+                )
+                (factors,) = several.reduce([KeptFactors()])
+            else:
+                run = begin_run([KeptFactors()], params, leaves.full, len(losses), losses.device, max_memory)
+                run_backward(losses, leaves.full, run, retain_graph=keep_graph, independent=independent)
+                (factors,) = run.results()
+        products = reduce(other, params, CrossGram(factors, tuple(losses.shape)), **options)[0]
     return products
 
 

@@ -22,6 +22,7 @@ from .graph.read.saved import late_hooks
 from .params import Params, named, pack
 from .reductions import ClippedSum, Clipping, Reduction, Run, Stack
 from .reductions.sums import Buffers
+from .several import Several
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # which some builds of torch lack
@@ -120,8 +121,12 @@ def reduce(
     ranks = Ranks.of(process_group)
     check_reductions(reductions, max_memory, ranks)
     tensors = named(params)
-    check_losses(losses)
+    check_losses(losses, several=True)
     with boundary(losses), undisturbed(losses, tensors, last=not retain_graph) as leaves:
+        if losses.ndim > 1:
+            return several_of(
+                losses, params, leaves.full, max_memory, ranks, retain_graph=retain_graph, independent=independent
+            ).reduce(reductions)
         run = begin_run(reductions, params, leaves.full, len(losses), losses.device, max_memory, ranks)
         fused = Fused.of(run, losses, max_memory, as_sequence=isinstance(params, Sequence), independent=independent)
         at_once = None if fused is None else fused.take
@@ -166,19 +171,26 @@ def backward(
         raise TypeError(f"backward accumulates a ClippedSum, not a {type(reduction).__name__}")
     tensors, ranks = named(params), Ranks.of(process_group)
     check_memory(max_memory)
-    check_losses(losses)
+    check_losses(losses, several=True)
     with boundary(losses), undisturbed(losses, tensors, last=not retain_graph) as leaves:
         if ranks is None:
             refuse_shards(leaves)
-        run = begin_run([reduction], params, leaves.full, len(losses), losses.device, max_memory, ranks)
-        run_backward(losses, leaves.full, run, retain_graph=retain_graph, independent=independent)
-        (clipped,) = run.reductions
-        assert isinstance(clipped, ClippedSum)
+        if losses.ndim > 1:
+            call, portions = several_of(
+                losses, params, leaves.full, max_memory, ranks, retain_graph=retain_graph, independent=independent
+            ).portions([reduction])
+            clipping, sums = reduction.joined([own for (own,) in portions], call)
+        else:
+            run = begin_run([reduction], params, leaves.full, len(losses), losses.device, max_memory, ranks)
+            run_backward(losses, leaves.full, run, retain_graph=retain_graph, independent=independent)
+            (clipped,), call = run.reductions, run.call
+            assert isinstance(clipped, ClippedSum)
+            with torch.no_grad():
+                clipping, sums = clipped.clip()
         with torch.no_grad():
-            clipping, sums = clipped.clip()
-            if not len(losses):  # without factors, but with gradients of zero all the same
+            if not losses.numel():  # without factors, but with gradients of zero all the same
                 sums = _gradients_of_no_samples(losses, leaves.full, retain_graph)
-            totals = run.call.over_ranks(sums)
+            totals = call.over_ranks(sums)
         # By tensor: one may have been given under two names.
         added = {id(p): (p, totals[name]) for name, p in leaves.owned.items() if name in totals}
     with boundary(losses):
@@ -198,6 +210,22 @@ def begin_run(
 ) -> Run:
     """Reductions that wait for factors of ``tensors``; results come in the container of ``params``."""
     return Run.begin(reductions, tensors, batch, device, lambda results: pack(params, results), max_memory, ranks)
+
+
+def several_of(
+    losses: Tensor,
+    params: Params,
+    tensors: Mapping[str, Tensor],
+    max_memory: int | None,
+    ranks: Ranks | None = None,
+    *,
+    retain_graph: bool,
+    independent: bool,
+) -> Several:
+    """A call with several losses per sample; results come in the container of ``params``."""
+    return Several(
+        losses, tensors, lambda results: pack(params, results), max_memory, ranks, retain_graph, independent
+    )
 
 
 def run_backward(
@@ -225,7 +253,8 @@ def _gradients_of_no_samples(losses: Tensor, params: Mapping[str, Tensor], retai
     """The gradients of an empty batch, for the parameters that it reaches."""
     if not params:
         return {}
-    roots = Roots.of_losses(losses)
+    with torch.enable_grad():
+        roots = Roots.of_losses(losses.flatten())
     roots.read()  # which opens what the graph hides
     grads = roots.backward([slot_of(p) for p in params.values()], retain_graph=retain_graph)
     dense = [g if g is None or g.layout == torch.strided else g.to_dense() for g in grads]

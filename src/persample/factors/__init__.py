@@ -17,6 +17,7 @@ from .deferred import Deferred
 from .dense import Dense, DenseCopy, Masked
 from .forms import Form, form_of, kind_of, together
 from .hadamard import Hadamard
+from .interleaved import Interleaved, interleave
 from .outer import Outer
 from .part import Part, one_by_one, regroup, split
 from .rows import Rows
@@ -31,6 +32,7 @@ __all__ = [
     "Factor",
     "Form",
     "Hadamard",
+    "Interleaved",
     "Masked",
     "Outer",
     "Part",
@@ -41,6 +43,7 @@ __all__ = [
     "bounded_sums",
     "combine",
     "form_of",
+    "interleave",
     "kind_of",
     "one_by_one",
     "regroup",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,12 +11,14 @@ from torch import Tensor
 from ..factors import Factor
 from ..kernels.norms import wide
 from .base import Call, Reduction
+from .sums import added
 
 
 class SecondMoment(Reduction):
     """The mean over samples of the squared gradient, element by element; NaN for no samples."""
 
     over_ranks = True
+    in_portions = True
 
     def start(self, call: Call) -> None:
         self._call = call
@@ -26,7 +28,13 @@ class SecondMoment(Reduction):
         self._sums[name] = factor.sum_squares(None, self._call.space)
 
     def result(self) -> Any:
-        return _pack(self._call, self._call.over_ranks(self._sums, real=True), self._call.samples)
+        return self.join([self._sums], self._call)
+
+    def portion(self) -> dict[str, Tensor]:
+        return self._sums
+
+    def join(self, portions: Sequence[Any], call: Call) -> Any:
+        return _pack(call, call.over_ranks(added(portions), real=True), call.samples)
 
 
 class Variance(Reduction):
@@ -38,6 +46,7 @@ class Variance(Reduction):
 
     passes = 2
     over_ranks = True
+    in_portions = True
 
     def __init__(self, correction: int = 1) -> None:
         self.correction = correction
@@ -51,24 +60,32 @@ class Variance(Reduction):
         call = self._call
         mean = factor.weighted_sum((call.zeros(call.batch) + 1 / call.batch).to(factor.device), call.space)
         self._squares[name] = factor.sum_squares(mean, call.space)
-        if call.ranks is not None:
+        if call.ranks is not None or call.positions is not None:
             self._means[name] = mean
 
     def result(self) -> Any:
-        call = self._call
-        squares = call.over_ranks(self._squares_about_global_mean(), real=True)
+        return self.join([self.portion()], self._call)
+
+    def portion(self) -> tuple[int, dict[str, Tensor], dict[str, Tensor]]:
+        """How many samples, their means, and the sums of squared distances from these."""
+        return self._call.batch, self._means, self._squares
+
+    def join(self, portions: Sequence[Any], call: Call) -> Any:
+        squares = call.over_ranks(self._squares_about_global_mean(portions, call), real=True)
         return _pack(call, squares, max(call.samples - self.correction, 0))
 
-    def _squares_about_global_mean(self) -> dict[str, Tensor]:
-        """Sums of squared distances of this process's samples from the mean over all ranks' samples."""
-        call, count = self._call, self._call.samples
-        if call.ranks is None:
-            return self._squares
-        squares = self._squares
-        for name, total in call.over_ranks({name: mean * call.batch for name, mean in self._means.items()}).items():
-            mean = self._means.get(name, torch.zeros_like(total))
-            shift = (mean - total / max(count, 1)).abs().square()
-            squares[name] = call.batch * shift + squares.get(name, torch.zeros_like(shift))
+    def _squares_about_global_mean(self, portions: Sequence[Any], call: Call) -> dict[str, Tensor]:
+        """Sums of squared distances of this process's samples from the mean over all samples."""
+        if len(portions) == 1 and call.ranks is None:
+            return dict(portions[0][2])
+        sums = added([{name: mean * count for name, mean in means.items()} for count, means, _ in portions])
+        squares: dict[str, Tensor] = {}
+        for name, total in call.over_ranks(sums).items():
+            center = total / max(call.samples, 1)
+            for count, means, around in portions:
+                shift = (means.get(name, torch.zeros_like(total)) - center).abs().square()
+                more = count * shift + around.get(name, torch.zeros_like(shift))
+                squares[name] = squares[name] + more if name in squares else more
         return squares
 
 

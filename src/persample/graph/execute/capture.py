@@ -221,7 +221,7 @@ class Capture:
         """By rule where there is one for this layout, the rest by pushing sample after sample through the node."""
         factors: dict[int, Factor] = {}
         for k in outputs:
-            factor = self._by_rule(Use(site, k, cotangents, layouts, batch))
+            factor = self.by_rule(Use(site, k, cotangents, layouts, batch))
             if factor is not None:
                 factors[k] = factor
                 self._watch(factor.whole.tensors if isinstance(factor, Part) else factor.tensors)
@@ -236,7 +236,8 @@ class Capture:
                 factors[k] = Dense(value)
         return factors
 
-    def _by_rule(self, use: Use) -> Factor | None:
+    def by_rule(self, use: Use) -> Factor | None:
+        """The factor of one use, or None if there is no rule for it."""
         flow = self.samples.flows[use.site.index, use.k]
         if isinstance(flow, Layout):
             return self._separable_edge(use, flow)

@@ -40,6 +40,14 @@ class Roots:
         """One loss per sample."""
         return cls([slot_of(losses)], [Block(len(losses), 1)], len(losses), losses=losses)
 
+    @classmethod
+    def of_position(cls, losses: Tensor, position: int) -> Roots:
+        """The losses of all samples at one of their positions, counted through all dims of (B, K…) but the first."""
+        count = losses[0].numel()
+        one_hot = torch.zeros(len(losses), count, dtype=losses.dtype, device=losses.device)
+        one_hot[:, position] = 1
+        return cls([slot_of(losses)], [Block(len(losses), count)], len(losses), [one_hot.view(losses.shape)])
+
     @property
     def has_numbers(self) -> bool:
         """Is there data to be looked at?"""
