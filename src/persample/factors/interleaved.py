@@ -11,14 +11,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..kernels.norms import wide, widest
+from ..kernels.devices import can_look
+from ..kernels.norms import row_norms, wide, widest
 from ..numberless import has_numbers
 from .base import Factor, Selection, Shape
 from .combine import View
 from .deferred import Deferred
 from .dense import Dense
 from .forms import form_of
-from .outer import Outer
+from .outer import Outer, inner_products
 from .rearrange import Permute
 from .rows import Rows
 from .stacks import squares
@@ -113,10 +114,25 @@ class SharedSide(Deferred):
         each = torch.einsum("bk,bktp->btp", given.to(dtype), self.each.to(dtype))
         return Outer(each, self.shared.to(dtype), self.scale).weighted_sum(given.new_ones(len(each)), space)
 
+    def _compute_norms(self, space: Workspace) -> Tensor:
+        """One position: ‖l ⊗ r‖ = ‖l‖‖r‖."""
+        if self.positions > 1 or not can_look(self.device):
+            return super()._compute_norms(space)
+        shared = row_norms(self.shared).repeat_interleave(self.each.shape[1])
+        norms = row_norms(self.each.flatten(0, 1)) * shared * abs(self.scale)
+        # Elements may be too large for their dtype, or be lost beside others: `Outer` takes a closer look.
+        return super()._compute_norms(space) if bool((norms > torch.finfo(self.dtype).max).any()) else norms
+
     def sum_squares(self, center: Tensor | None = None, space: Workspace | None = None) -> Tensor:
-        if self.positions == 1 and (center is None or self.dtype != widest(self.device)):
-            return self.compute_all().sum_squares(center, space)
-        return super().sum_squares(center, space)
+        """One position: Σ (l ⊗ r)² = (Σ_k l²)ᵀ(r²), less the square of the mean; in float64, as the terms may cancel."""
+        dtype = widest(self.device)
+        if self.positions > 1 or self.dtype.is_complex or (center is not None and self.dtype == dtype):
+            return super().sum_squares(center, space)
+        each, shared = self.each.squeeze(2).to(dtype) * self.scale, self.shared.squeeze(1).to(dtype)
+        total = each.square().sum(1).t() @ shared.square()
+        if center is not None:
+            total -= (each.sum(1).t() @ shared).square_() / max(self.batch, 1)
+        return total.clamp_(min=0).to(wide(self.dtype))
 
     def dot(self, directions: Tensor, space: Workspace | None = None) -> Tensor:
         """Σ_t each_tᵀ V shared_t, where V shared_t is computed once for all losses of a sample."""
@@ -126,6 +142,16 @@ class SharedSide(Deferred):
         each, shared = self.each.to(dtype), self.shared.to(dtype)
         products = [torch.einsum("bktp,btp->bk", each, shared @ v.to(dtype).mT).flatten() for v in directions]
         return torch.stack(products, 1) * self.scale if products else each.new_zeros(self.batch, 0)
+
+    def gram(self, other: Factor, space: Workspace | None = None) -> Tensor:
+        """One position each: (l l'ᵀ) ∘ (r r'ᵀ), the latter for samples only."""
+        if not isinstance(other, SharedSide) or self.dtype.is_complex or self.positions != 1 or other.positions != 1:
+            return super().gram(other, space)
+        mine, theirs = self.each.shape[1], other.each.shape[1]
+        shared = inner_products(self.shared.squeeze(1), other.shared.squeeze(1)) * (self.scale * other.scale)
+        each = inner_products(self.each.flatten(0, 2), other.each.flatten(0, 2))
+        blocks = each.view(len(shared), mine, shared.shape[1], theirs)
+        return blocks.mul_(shared[:, None, :, None]).view(self.batch, other.batch)
 
 
 class Interleaved(Factor):
