@@ -78,7 +78,7 @@ class Stack(Reduction):
             return
         for some, stack in factor.stacks(self._call.space):
             which = torch.arange(some.start, some.stop, device=rows.device)
-            rows[which // rows.shape[1], which % rows.shape[1]] = stack
+            rows[which // rows.shape[1], which % rows.shape[1]] = stack.to(rows.dtype)
 
     def add(self, name: str, factor: Factor) -> None:
         if self._whole is not None:
