@@ -39,7 +39,19 @@ EVERYWHERE = {
     "refusal",
     "trees",
 }  # which import nothing of this package: anybody may use them
-TOP_MODULES = {"call", "checks", "explain", "fused", "modules", "monitor", "shortcuts", "params", "several", "verbs", "_table"}
+TOP_MODULES = {
+    "call",
+    "checks",
+    "explain",
+    "fused",
+    "modules",
+    "monitor",
+    "shortcuts",
+    "params",
+    "several",
+    "verbs",
+    "_table",
+}
 
 
 def name_of(path: Path) -> str:

@@ -35,7 +35,9 @@ class Several:
         """One result for every reduction."""
         whole, portions = self.portions(reductions)
         with torch.no_grad():
-            return tuple([r.join(parts, whole) for r, parts in zip(reductions, zip(*portions, strict=True), strict=True)])
+            return tuple(
+                [r.join(parts, whole) for r, parts in zip(reductions, zip(*portions, strict=True), strict=True)]
+            )
 
     def portions(self, reductions: Sequence[Reduction]) -> tuple[Call, list[tuple[Any, ...]]]:
         """The call for all losses, and what the reductions have of every portion of it."""

@@ -66,17 +66,19 @@ def grad(
     >>> {name: tuple(value.shape) for name, value in g.items()}
     {'weight': (5, 2, 3), 'bias': (5, 2)}
 
+    With several losses per sample, (B, K…), every one of them has a gradient: (B, K…, *shape).
+
     Args:
-        losses: one loss per sample, of shape (B,), with its graph.
+        losses: one loss per sample, of shape (B,), or several, of shape (B, K…), with their graph.
         params: an ``nn.Module`` (its trainable parameters), a mapping from names to leaf tensors, or a sequence.
         out: buffers from an earlier call, to be written again instead of allocating new ones.
         retain_graph: keep the graph for another backward, as in ``torch.autograd.grad``.
         independent: raise ``InteractionError`` if one sample's loss is seen to depend on another sample.
 
     Returns:
-        (B, *shape) per parameter: a dict for a module or a mapping, a tuple for a sequence. Parameters that the
-        losses do not reach get zeros; frozen ones are left out of a dict. On Linux, the storage of a result of 4 MB or
-        more cannot be made larger (``resize_``), as it is not from PyTorch's allocator.
+        (*losses.shape, *shape) per parameter: a dict for a module or a mapping, a tuple for a sequence. Parameters
+        that the losses do not reach get zeros; frozen ones are left out of a dict. On Linux, the storage of a result of
+        4 MB or more cannot be made larger (``resize_``), as it is not from PyTorch's allocator.
     """
     stacks: dict[str, Tensor] | tuple[Tensor, ...]
     (stacks,) = reduce(losses, params, Stack(out), retain_graph=retain_graph, independent=independent)
@@ -103,7 +105,7 @@ def reduce(
     (torch.Size([5]), torch.Size([2, 3]), torch.Size([2]))
 
     Args:
-        losses: one loss per sample, of shape (B,), with its graph.
+        losses: one loss per sample, of shape (B,), or several, of shape (B, K…), with their graph.
         params: an ``nn.Module`` (its trainable parameters), a mapping from names to leaf tensors, or a sequence.
         reductions: what to compute: `Norms`, `ClippedSum`, `WeightedSum`, `SecondMoment`, `Variance`, `Gram`, `Dot`,
             `Project`, `Stack`, or a `Reduction` of your own.
@@ -111,7 +113,9 @@ def reduce(
         independent: raise ``InteractionError`` if one sample's loss is seen to depend on another sample.
         max_memory: bytes that may be spent on gradients written out, for a few samples at a time and, beside them, kept
             to be used again where that takes more than the inputs and cotangents they are made from; by default about
-            what the forward pass has kept for the backward. One sample's gradient of one parameter always fits.
+            what the forward pass has kept for the backward. One sample's gradient of one parameter always fits. Where
+            the losses of a sample meet, also on what the gradients of several of them are made from; all of them are
+            kept for `Gram`, for a function of ``weights``, for reductions of your own and with ``process_group``.
         process_group: sums and moments over the samples of all its ranks; by default, of this process alone. Every rank
             makes the same call. What has one row per sample is refused.
 
@@ -155,7 +159,7 @@ def backward(
     True
 
     Args:
-        losses: one loss per sample, of shape (B,), with its graph.
+        losses: one loss per sample, of shape (B,), or several, of shape (B, K…), with their graph.
         params: an ``nn.Module`` (its trainable parameters), a mapping from names to leaf tensors, or a sequence.
         reduction: how to clip: a `ClippedSum`.
         retain_graph: keep the graph for another backward.
@@ -223,9 +227,7 @@ def several_of(
     independent: bool,
 ) -> Several:
     """A call with several losses per sample; results come in the container of ``params``."""
-    return Several(
-        losses, tensors, lambda results: pack(params, results), max_memory, ranks, retain_graph, independent
-    )
+    return Several(losses, tensors, lambda results: pack(params, results), max_memory, ranks, retain_graph, independent)
 
 
 def run_backward(

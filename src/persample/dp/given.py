@@ -54,8 +54,8 @@ def check_one_per_sample(losses: Tensor) -> None:
     """Refuse several losses per sample: each would be clipped by itself, and a sample could add K times the bound."""
     check_losses(
         losses,
-        why_one="each of a sample's K losses would be clipped by itself, and the sample could add K times the bound that "
-        "is accounted for;",
+        why_one="each of a sample's K losses would be clipped by itself, and the sample could add K times the bound "
+        "that is accounted for;",
     )
 
 

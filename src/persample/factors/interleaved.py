@@ -124,7 +124,7 @@ class SharedSide(Deferred):
         return super()._compute_norms(space) if bool((norms > torch.finfo(self.dtype).max).any()) else norms
 
     def sum_squares(self, center: Tensor | None = None, space: Workspace | None = None) -> Tensor:
-        """One position: Σ (l ⊗ r)² = (Σ_k l²)ᵀ(r²), less the square of the mean; in float64, as the terms may cancel."""
+        """One position: Σ (l ⊗ r)² = (Σ_k l²)ᵀ(r²), less the square of the mean; in float64, as terms may cancel."""
         dtype = widest(self.device)
         if self.positions > 1 or self.dtype.is_complex or (center is not None and self.dtype == dtype):
             return super().sum_squares(center, space)
