@@ -29,7 +29,7 @@ from .read.notes import unnoted
 from .read.roots import Roots, slot_of
 from .read.saved import in_checkpoint, memory, metadata, version
 from .read.tape import Graph
-from .remember import key_of
+from .remember import key_of, recall
 
 _MOST = 64  # graphs of which is remembered whether positions meet
 _MEETING: OrderedDict[Hashable, bool] = OrderedDict()
@@ -53,23 +53,34 @@ def positions_meet(losses: Tensor, params: Mapping[str, Tensor]) -> bool:
     if any(is_opaque(tape.node(n)) and not is_known(tape.node(n)) for n in tape.order):
         return True  # of which every single loss would have to be asked
     key = key_of(graph, every, list(params.values()))
-    if key is None or key not in _MEETING:
-        _MEETING[key] = _is_slow(every, params, graph)
-    meeting = _MEETING.pop(key)
-    if key is not None:
-        _MEETING[key] = meeting  # as the last one used
+    if key is not None and key in _MEETING:
+        _MEETING.move_to_end(key)
+        return _MEETING[key]
+    meeting = _is_slow(losses, every, params, graph)
+    if key is not None and (meeting or recall(key, graph) is not None):  # else data had a part in it
+        _MEETING[key] = meeting
         while len(_MEETING) > _MOST:
             _MEETING.popitem(last=False)
     return meeting
 
 
-def _is_slow(roots: Roots, params: Mapping[str, Tensor], graph: Graph) -> bool:
+def _is_slow(losses: Tensor, roots: Roots, params: Mapping[str, Tensor], graph: Graph) -> bool:
     """Do any of these samples meet, or would one at a time have to go through a node?"""
     try:
         made, meeting, _ = planned(roots, params, graph=graph)
+        if meeting or not _shared_by_samples(made, losses, params, graph):
+            return True
     except UnsupportedError:  # which a backward from fewer losses at a time may do without, or raises again
         return True
-    return bool(meeting) or not _has_rules(made, roots, params)
+    return not _has_rules(made, roots, params)
+
+
+def _shared_by_samples(made: CapturePlan, losses: Tensor, params: Mapping[str, Tensor], graph: Graph) -> bool:
+    """Is nothing shared by the losses of one sample alone? The engine would not go through that, nor call its hooks."""
+    shared = {n for n in made.samples.batched if not (made.tape.is_leaf(n) or made.tape.op(n).view)}
+    if not shared or len(losses) == 1:
+        return not shared
+    return shared <= set(planned(Roots.of_position(losses, 0), params, graph=graph)[0].samples.batched)
 
 
 def _has_rules(made: CapturePlan, roots: Roots, params: Mapping[str, Tensor]) -> bool:

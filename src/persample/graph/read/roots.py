@@ -83,7 +83,7 @@ class Roots:
     def backward(self, inputs: Sequence[NodeSlot], *, retain_graph: bool) -> tuple[Tensor | None, ...]:
         """The gradients of the whole batch at ``inputs``."""
         if self.losses is None or self.regions.opened or self.losses.device.type != "cpu":
-            cotangents = self.cotangents if self.losses is None else [torch.ones_like(self.losses)]
+            cotangents = [g.clone() for g in self.cotangents] or [torch.ones_like(self.losses)]  # type: ignore[arg-type]
             return self.pull(cotangents, inputs, retain_graph=retain_graph)
         with torch.enable_grad():
             # A cotangent of ones, in memory of its own as the definition's is, which a custom Function may write to;
