@@ -94,10 +94,8 @@ def _one_of_several(losses: Tensor, params: Mapping[str, Tensor]) -> tuple[Tenso
     """The losses of one backward, and how many of them it takes for losses (B, K…)."""
     with torch.enable_grad():
         if positions_meet(losses, params):
-            count, shape = count_positions(losses), tuple(losses.shape)
-            way = (
-                f"losses of one sample meet: {count} backwards like this one, for all samples each, for losses {shape}"
-            )
+            count = count_positions(losses)
+            way = f"losses of one sample meet: {count} backwards like this one, each for all samples"
             return losses.flatten(1)[:, 0], way
         return losses.flatten(), f"no losses of one sample meet: each of the {losses.numel()} is taken for a sample"
 
