@@ -175,7 +175,8 @@ def test_none(sizes: tuple[int, int]) -> None:
     assert not ps.clipped_sum(losses, model, 1.0, retain_graph=True)["0.weight"].any()
     assert ps.second_moment(losses, model, retain_graph=True)["0.weight"].isnan().all()
     assert ps.backward(losses, model, ps.ClippedSum(1.0)).weights.shape == sizes
-    assert model[0].weight.grad is not None and not model[0].weight.grad.any()
+    assert model[0].weight.grad is not None
+    assert not model[0].weight.grad.any()
 
 
 def test_forms_of_losses() -> None:
@@ -406,7 +407,7 @@ def test_explain_tells_the_way() -> None:
 def test_what_is_refused() -> None:
     model = mlp(3, 4, 3)
     losses = model(torch.randn(5, 3))
-    with pytest.raises(ValueError, match=r"shape \(B,\) or \(B, K…\), but have shape \(\): compute one loss per sample"):
+    with pytest.raises(ValueError, match=r"shape \(B,\) or \(B, K…\), but have shape \(\): compute one loss"):
         ps.grad(losses.sum(), model)
     with pytest.raises(ValueError, match="must be real floating-point numbers"):
         ps.norms(losses.to(torch.complex128), model)

@@ -35,12 +35,10 @@ class Several:
         """One result for every reduction."""
         whole, portions = self.portions(reductions)
         with torch.no_grad():
-            return tuple(
-                [r.join(parts, whole) for r, parts in zip(reductions, zip(*portions, strict=True), strict=True)]
-            )
+            return tuple([r.join(own, whole) for r, own in zip(reductions, portions, strict=True)])
 
-    def portions(self, reductions: Sequence[Reduction]) -> tuple[Call, list[tuple[Any, ...]]]:
-        """The call for all losses, and what the reductions have of every portion of it."""
+    def portions(self, reductions: Sequence[Reduction]) -> tuple[Call, list[list[Any]]]:
+        """The call for all losses, and what every reduction has of its portions."""
         count = count_positions(self.losses)
         device, space = self.losses.device, Workspace.on(self.losses.device, self.max_memory)
         whole = Call(self.params, self.losses.numel(), device, self.pack, space, self.ranks, tuple(self.losses.shape))
@@ -50,11 +48,13 @@ class Several:
         else:
             all_at_once = self.ranks is not None or not all(r.in_portions for r in given)
             runs = self._by_positions(given, all_at_once)
-        found: list[tuple[Any, ...]] = []
+        found: list[list[Any]] = [[] for _ in given]
         nonfinite: list[Any] = []
         for run in runs:
             try:
-                found.append(run.portions())
+                for i, (reduction, portion) in enumerate(zip(given, run.portions(), strict=True)):
+                    found[i].append(portion)
+                    found[i] = reduction.condense(found[i])
             except NonFiniteError as error:
                 if error.elsewhere:
                     raise

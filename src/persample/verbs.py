@@ -183,7 +183,7 @@ def backward(
             call, portions = several_of(
                 losses, params, leaves.full, max_memory, ranks, retain_graph=retain_graph, independent=independent
             ).portions([reduction])
-            clipping, sums = reduction.joined([own for (own,) in portions], call)
+            clipping, sums = reduction.joined(portions[0], call)
         else:
             run = begin_run([reduction], params, leaves.full, len(losses), losses.device, max_memory, ranks)
             run_backward(losses, leaves.full, run, retain_graph=retain_graph, independent=independent)

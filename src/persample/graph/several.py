@@ -153,34 +153,37 @@ class Collected:
 
     def __init__(self) -> None:
         self.count = 0  # positions so far
-        self._new_bytes = [0]  # of what the factors of each position are made from, without what others have, too
+        self._new_bytes = 0  # of what the factors of the last position are made from, without what others have, too
         self._factors: dict[tuple[str, ...], dict[int, Factor]] = {}
-        self._places: set[int] = set()  # in memory
+        self._before: set[int] = set()  # places in memory that positions before this one have had
+        self._now: set[int] = set()
         self._watched: list[tuple[Tensor, int]] = []
 
     def sink(self) -> Sink:
         """Takes the factors of the next position."""
         self.count += 1
-        self._new_bytes.append(0)
+        self._new_bytes = 0
+        self._before |= self._now
+        self._now.clear()
         return partial(self._add, self.count - 1)
 
     @property
     def nbytes(self) -> int:
-        """About how much memory the factors take."""
-        return self.count * self._new_bytes[-1]
+        """About how much memory the factors take, and again while they are joined."""
+        return self.count * self._new_bytes * 3 // 2
 
     @property
     def bytes_with_another(self) -> int:
         """About how much memory one position more would make."""
-        return (self.count + 1) * self._new_bytes[-1]
+        return self.nbytes // self.count * (self.count + 1)
 
-    def _add(self, place: int, names: Sequence[str], factor: Factor) -> None:
-        self._factors.setdefault(tuple(names), {})[place] = factor
+    def _add(self, position: int, names: Sequence[str], factor: Factor) -> None:
+        self._factors.setdefault(tuple(names), {})[position] = factor
         for t in factor.tensors:
             self._watched.append((t, version(t)))
-            if memory(t) not in self._places:
-                self._places.add(memory(t))
-                self._new_bytes[-1] += t.nbytes
+            place = memory(t)
+            self._now.add(place)
+            self._new_bytes += 0 if place in self._before else t.nbytes
 
     def joined(self) -> Iterator[tuple[list[str], Factor]]:
         """Every parameter's factor of B·count samples, in the order of samples; each is let go of here."""

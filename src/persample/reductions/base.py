@@ -141,6 +141,10 @@ class Reduction(ABC):
         """What `join` needs of this portion of a call."""
         return self.result()
 
+    def condense(self, portions: list[Any]) -> list[Any]:
+        """The same in less memory, after each portion: sums are added up, so that there is one of them at a time."""
+        return portions
+
     def join(self, portions: Sequence[Any], call: Call) -> Any:
         """The result of the whole ``call`` with several losses per sample; if not ``in_portions``, there is one."""
         (only,) = portions

@@ -185,6 +185,10 @@ class ClippedSum(Reduction):
         dropped = [call.index_of(i) for i in clipping.dropped]
         return Clipping(clipping.norms, clipping.weights, dropped, clipping.sensitivity), sums
 
+    def condense(self, portions: list[Any]) -> list[Any]:
+        (first, _), *others = portions
+        return [(first, added([sums for _, sums in portions])), *[(clipping, {}) for clipping, _ in others]]
+
     def join(self, portions: Sequence[Any], call: Call) -> Any:
         return self._packed(*self.joined(portions, call), call)
 

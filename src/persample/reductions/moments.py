@@ -33,6 +33,9 @@ class SecondMoment(Reduction):
     def portion(self) -> dict[str, Tensor]:
         return self._sums
 
+    def condense(self, portions: list[Any]) -> list[Any]:
+        return [added(portions)]
+
     def join(self, portions: Sequence[Any], call: Call) -> Any:
         return _pack(call, call.over_ranks(added(portions), real=True), call.samples)
 
@@ -70,23 +73,33 @@ class Variance(Reduction):
         """How many samples, their means, and the sums of squared distances from these."""
         return self._call.batch, self._means, self._squares
 
-    def join(self, portions: Sequence[Any], call: Call) -> Any:
-        squares = call.over_ranks(self._squares_about_global_mean(portions, call), real=True)
-        return _pack(call, squares, max(call.samples - self.correction, 0))
+    def condense(self, portions: list[Any]) -> list[Any]:
+        count, sums = sum(count for count, _, _ in portions), added([_times(means, n) for n, means, _ in portions])
+        means = {name: total / max(count, 1) for name, total in sums.items()}
+        return [(count, means, _squares_about(means, portions))]
 
-    def _squares_about_global_mean(self, portions: Sequence[Any], call: Call) -> dict[str, Tensor]:
-        """Sums of squared distances of this process's samples from the mean over all samples."""
-        if len(portions) == 1 and call.ranks is None:
-            return dict(portions[0][2])
-        sums = added([{name: mean * count for name, mean in means.items()} for count, means, _ in portions])
-        squares: dict[str, Tensor] = {}
-        for name, total in call.over_ranks(sums).items():
-            center = total / max(call.samples, 1)
-            for count, means, around in portions:
-                shift = (means.get(name, torch.zeros_like(total)) - center).abs().square()
-                more = count * shift + around.get(name, torch.zeros_like(shift))
-                squares[name] = squares[name] + more if name in squares else more
-        return squares
+    def join(self, portions: Sequence[Any], call: Call) -> Any:
+        ((count, means, squares),) = self.condense(list(portions)) if len(portions) > 1 else portions
+        if call.ranks is not None:
+            totals = call.over_ranks(_times(means, count))
+            of_all = {name: total / max(call.samples, 1) for name, total in totals.items()}
+            squares = _squares_about(of_all, [(count, means, squares)])
+        return _pack(call, call.over_ranks(squares, real=True), max(call.samples - self.correction, 0))
+
+
+def _times(means: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
+    return {name: mean * count for name, mean in means.items()}
+
+
+def _squares_about(centers: Mapping[str, Tensor], portions: Sequence[Any]) -> dict[str, Tensor]:
+    """Sums of squared distances from these means, of portions that know those from their own."""
+    squares: dict[str, Tensor] = {}
+    for name, center in centers.items():
+        for count, means, around in portions:
+            shift = (means.get(name, torch.zeros_like(center)) - center).abs().square()
+            more = count * shift + around.get(name, torch.zeros_like(shift))
+            squares[name] = squares[name] + more if name in squares else more
+    return squares
 
 
 def _pack(call: Call, sums: Mapping[str, Tensor], divisor: int) -> Any:

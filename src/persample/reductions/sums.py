@@ -58,6 +58,9 @@ class Stack(Reduction):
                 self._rows(self._whole[name]).zero_()
         return self._whole
 
+    def condense(self, portions: list[Any]) -> list[Any]:
+        return portions[-1:]
+
     def join(self, portions: Sequence[Any], call: Call) -> Any:
         given = {} if self.out is None else _checked_buffers(self.out, call)
         return call.pack(
@@ -159,6 +162,9 @@ class WeightedSum(Reduction):
 
     def portion(self) -> dict[str, Tensor]:
         return self.sums
+
+    def condense(self, portions: list[Any]) -> list[Any]:
+        return [added(portions)]
 
     def join(self, portions: Sequence[Any], call: Call) -> Any:
         return call.pack_sums(call.over_ranks(added(portions)))
