@@ -45,11 +45,15 @@ def _mlp(width: int, out: int) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def _norms_of_jacrev(model: nn.Module, x: Tensor) -> Tensor:
-    """(B, K): the norms of what ``torch.func`` writes out."""
+def _jacrev(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """(B, K, *shape) for every parameter, by ``torch.func``."""
     params = {name: p.detach() for name, p in model.named_parameters()}
     rows = vmap(jacrev(lambda p, one: functional_call(model, p, (one,))), (None, 0))(params, x)
-    return torch.stack([g.flatten(2).norm(dim=2) for g in rows.values()]).norm(dim=0)
+    return rows  # type: ignore[no-any-return]
+
+
+def _norms_of_jacrev(model: nn.Module, x: Tensor) -> Tensor:
+    return torch.stack([g.flatten(2).norm(dim=2) for g in _jacrev(model, x).values()]).norm(dim=0)
 
 
 def tokens_apart(width: int = 512, batch: int = 16, length: int = 32) -> Task:
@@ -79,9 +83,22 @@ def logits(width: int = 512, batch: int = 64, classes: int = 10) -> Task:
         "norms of torch.func.jacrev": lambda: _norms_of_jacrev(model, x),
         "ps.clipped_sum": lambda: ps.clipped_sum(losses(), model, 1.0),
         "ps.gram": lambda: ps.gram(losses(), model),
-        "ps.jacobian": lambda: ps.jacobian(losses(), model),
     }
     return Task(f"logits, MLP of width {width}, ({batch}, {classes})", losses, ways)
+
+
+def jacobian(width: int = 128, batch: int = 64, classes: int = 10) -> Task:
+    """The Jacobian of all logits, written out."""
+    model, x = _mlp(width, classes), torch.randn(batch, width)
+
+    def losses() -> Tensor:
+        return model(x)  # type: ignore[no-any-return]
+
+    ways: dict[str, Way] = {
+        "ps.jacobian": lambda: ps.jacobian(losses(), model),
+        "torch.func.jacrev": lambda: _jacrev(model, x),
+    }
+    return Task(f"Jacobian of logits, MLP of width {width}, ({batch}, {classes})", losses, ways)
 
 
 def tokens_of_gpt(width: int = 64, layers: int = 4, batch: int = 4, length: int = 32) -> Task:
@@ -105,7 +122,7 @@ def _call_by_call(losses: Tensor, model: nn.Module) -> Tensor:
     return torch.stack([*norms, ps.norms(last, model)], 1)
 
 
-TASKS = {"tokens-apart": tokens_apart, "logits": logits, "tokens-of-gpt": tokens_of_gpt}
+TASKS = {"tokens-apart": tokens_apart, "logits": logits, "jacobian": jacobian, "tokens-of-gpt": tokens_of_gpt}
 
 
 def _seconds(way: Way) -> float:
@@ -144,7 +161,9 @@ def table(report: dict[str, Any]) -> str:
     where, lines = report["environment"], ["| | | times a plain step |", "|---|---|---:|"]
     for row in report["rows"]:
         for title, ratio in row["ratios"].items():
-            lines.append(f"| {row['task']} | {title} | {ratio['median']:.2f} ({ratio['q1']:.2f} to {ratio['q3']:.2f}) |")
+            lines.append(
+                f"| {row['task']} | {title} | {ratio['median']:.2f} ({ratio['q1']:.2f} to {ratio['q3']:.2f}) |"
+            )
     machine = f"torch {where['torch']}, one thread of {where['cpu']}, {report['rounds']} rounds, CPU time"
     return "\n".join([*lines, "", f"{where['date'][:10]}, commit {(where['commit'] or 'none')[:12]}, {machine}.\n"])
 

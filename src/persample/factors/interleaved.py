@@ -107,6 +107,10 @@ class SharedSide(Deferred):
             return written.flatten(0, 1) if out is None else out
         return super().stack(out)
 
+    @property
+    def may_cancel(self) -> bool:
+        return self.positions > 1
+
     def weighted_sum(self, weights: Tensor, space: Workspace | None = None) -> Tensor:
         """One product for all losses of a sample: their sides are added up before."""
         dtype = wide(self.dtype)
