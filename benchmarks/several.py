@@ -1,7 +1,8 @@
 """`make bench-several`: several losses per sample, as a table in docs/several.md and as JSON.
 
-Every row is a task: losses or outputs (B, K), a plain step (forward pass and backward of their mean), and ways to the same
-numbers, which take turns with the plain step on one thread. What counts is CPU time, forward passes included.
+Every task has losses or outputs (B, K), a plain step (a forward pass and the backward of their mean), and ways to their
+gradients or what is made of them, which take turns with the plain step on one thread. What counts is CPU time, forward
+passes included.
 """
 
 from __future__ import annotations

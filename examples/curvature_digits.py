@@ -1,7 +1,7 @@
-"""The curvature of a classifier of scikit-learn's digits: Gauss-Newton products, and how sure a Laplace approximation is.
+"""The curvature of a classifier of scikit-learn's digits, and how sure a Laplace approximation is of its predictions.
 
-Both are made from the Jacobian of the logits (B, 10). Products with the Gauss-Newton matrix do not write it out: `ps.dot`
-gives J v, and `ps.WeightedSum` takes weights (B, 10) back to the parameters. The variance of predictions needs the
+Both are made from the Jacobian of the logits (B, 10). Products with the Gauss-Newton matrix do not write it out: J v is
+`ps.dot`, and `ps.WeightedSum` takes weights (B, 10) back to the parameters. The variance of predictions needs the
 Jacobian itself, `ps.jacobian`. Where `curvlinops` and `laplace-torch` are installed, both are compared with them.
 """
 

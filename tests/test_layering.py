@@ -101,6 +101,7 @@ ROOMS = [
     "execute",
     "remember",
     "entry",
+    "several",
     "describe",
 ]  # of graph/
 IN_GRAPH = [path for path in FILES if path.relative_to(ROOT).parts[0] == "graph" and path.parent.name != "graph"]
