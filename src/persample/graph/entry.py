@@ -144,7 +144,7 @@ def planned(
         check_reached(made.tape, params)
         return made, [], []
     with noting() as notes:
-        made, meeting, unseen = _planned_anew(roots, params, ordinary, graph, independent)
+        made, meeting, unseen = planned_anew(roots, params, ordinary, graph, independent=independent)
     if independent and notes.unknown and not meeting:
         _refuse_undecided(notes.unknown)
     if check is not None and not meeting:
@@ -163,8 +163,8 @@ def check_independence(roots: Roots, params: Mapping[str, Tensor]) -> None:
         _refuse_unseen(unseen)
 
 
-def _planned_anew(
-    roots: Roots, params: Mapping[str, Tensor], ordinary: Sequence[NodeSlot], graph: Graph, independent: bool
+def planned_anew(
+    roots: Roots, params: Mapping[str, Tensor], ordinary: Sequence[NodeSlot], graph: Graph, *, independent: bool
 ) -> tuple[CapturePlan, list[str], list[Node]]:
     """`planned`, for a graph of which no plan is remembered."""
     made = plan(roots, list(params.values()), ordinary, graph=graph)

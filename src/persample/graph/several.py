@@ -17,19 +17,19 @@ from torch import Tensor
 
 from .._errors import UnsupportedError
 from ..factors import Factor, Interleaved, interleave, split
-from .entry import capture_from, check_independence, one_sample, planned
+from .entry import capture_from, check_independence, one_sample, planned, planned_anew
 from .execute.capture import Capture, Sink
-from .execute.plan import CapturePlan
+from .execute.plan import CapturePlan, plan
 from .execute.watch import changed_in_place
 from .layout import Block
 from .ops.custom import is_known
 from .ops.use import Use
 from .read.nodes import is_opaque
-from .read.notes import unnoted
+from .read.notes import noting, unnoted
 from .read.roots import Roots, slot_of
 from .read.saved import in_checkpoint, memory, metadata, version
 from .read.tape import Graph
-from .remember import key_of, recall
+from .remember import key_of
 
 _MOST = 64  # graphs of which is remembered whether positions meet
 _MEETING: OrderedDict[Hashable, bool] = OrderedDict()
@@ -56,8 +56,9 @@ def positions_meet(losses: Tensor, params: Mapping[str, Tensor]) -> bool:
     if key is not None and key in _MEETING:
         _MEETING.move_to_end(key)
         return _MEETING[key]
-    meeting = _is_slow(losses, every, params, graph)
-    if key is not None and (meeting or recall(key, graph) is not None):  # else data had a part in it
+    with noting() as notes:
+        meeting = _is_slow(losses, every, params, graph)
+    if key is not None and (meeting or notes.certain):
         _MEETING[key] = meeting
         while len(_MEETING) > _MOST:
             _MEETING.popitem(last=False)
@@ -67,7 +68,7 @@ def positions_meet(losses: Tensor, params: Mapping[str, Tensor]) -> bool:
 def _is_slow(losses: Tensor, roots: Roots, params: Mapping[str, Tensor], graph: Graph) -> bool:
     """Do any of these samples meet, or would one at a time have to go through a node?"""
     try:
-        made, meeting, _ = planned(roots, params, graph=graph)
+        made, meeting, _ = planned_anew(roots, params, (), graph, independent=False)
         if meeting or not _shared_by_samples(made, losses, params, graph):
             return True
     except UnsupportedError:  # which a backward from fewer losses at a time may do without, or raises again
@@ -80,7 +81,7 @@ def _shared_by_samples(made: CapturePlan, losses: Tensor, params: Mapping[str, T
     shared = {n for n in made.samples.batched if not (made.tape.is_leaf(n) or made.tape.op(n).view)}
     if not shared or len(losses) == 1:
         return not shared
-    return shared <= set(planned(Roots.of_position(losses, 0), params, graph=graph)[0].samples.batched)
+    return shared <= plan(Roots.of_position(losses, 0), list(params.values()), graph=graph).samples.batched
 
 
 def _has_rules(made: CapturePlan, roots: Roots, params: Mapping[str, Tensor]) -> bool:
