@@ -297,6 +297,33 @@ def test_reductions_of_the_users_own() -> None:
         assert_close(found, want)
 
 
+class Deviation(ps.Variance):
+    """A subclass that makes something else of what it inherits."""
+
+    def result(self) -> dict[str, Tensor]:
+        return {name: each.sqrt() for name, each in super().result().items()}
+
+
+@pytest.mark.parametrize("memory", [None, 1])
+def test_subclasses_with_results_of_their_own(memory: int | None) -> None:
+    model = mlp(3, 4, 3)
+    losses = model(torch.randn(5, 3))
+    norms, found = ps.reduce(losses, model, ps.Norms(), Deviation(), max_memory=memory, retain_graph=True)
+    for name, stack in rows(losses, model).items():
+        assert_close(found[name], stack.std(0))
+    assert_close(norms, ps.norms(losses, model))
+
+
+def test_wrong_arguments_are_refused_before_the_backward() -> None:
+    model = mlp(3, 4, 3)
+    losses = model(torch.randn(5, 3))
+    with pytest.raises(ValueError, match="direction must hold one tensor per parameter"):
+        ps.dot(losses, model, {})
+    with pytest.raises(ValueError, match="groups of a clipped sum must hold every parameter once"):
+        ps.clipped_sum(losses, model, 1.0, per=[model[0]])
+    assert ps.norms(losses, model).shape == (5, 3)  # the graph is still there
+
+
 def test_weights_like_the_losses() -> None:
     model = mlp(3, 4, 3)
     losses, weights = model(torch.randn(5, 3)), torch.randn(5, 3)

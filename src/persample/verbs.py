@@ -182,7 +182,7 @@ def backward(
         if losses.ndim > 1:
             call, portions = several_of(
                 losses, params, leaves.full, max_memory, ranks, retain_graph=retain_graph, independent=independent
-            ).portions([reduction])
+            ).portions([reduction], [True])
             clipping, sums = reduction.joined(portions[0], call)
         else:
             run = begin_run([reduction], params, leaves.full, len(losses), losses.device, max_memory, ranks)

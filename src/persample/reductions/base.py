@@ -133,6 +133,8 @@ class Reduction(ABC):
     def result(self) -> Any:
         """The result of the call; called after the backward."""
 
+    # With several losses per sample: what `result` is made of, portion by portion.
+
     def for_all(self, call: Call) -> Reduction:
         """The reduction that is given every portion of a ``call`` with several losses per sample."""
         return self
@@ -146,9 +148,15 @@ class Reduction(ABC):
         return portions
 
     def join(self, portions: Sequence[Any], call: Call) -> Any:
-        """The result of the whole ``call`` with several losses per sample; if not ``in_portions``, there is one."""
+        """The result of the whole ``call``; if the reduction is not ``in_portions``, there is one of them."""
         (only,) = portions
         return only
+
+
+def is_joined(reduction: Reduction) -> bool:
+    """Is `join` about the result that this reduction has? A subclass may have written another one."""
+    result, join = (next(kind for kind in type(reduction).__mro__ if name in vars(kind)) for name in ("result", "join"))
+    return issubclass(join, result)
 
 
 def _unravelled(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -83,10 +83,10 @@ class Run:
         with torch.no_grad():
             return tuple([reduction.result() for reduction in self.reductions])
 
-    def portions(self) -> tuple[Any, ...]:
-        """What every reduction has of this portion of a call with several losses per sample."""
+    def portions(self, joined: Sequence[bool]) -> list[Any]:
+        """What every reduction has of this portion of a call; the result itself of those that are not ``joined``."""
         with torch.no_grad():
-            return tuple([reduction.portion() for reduction in self.reductions])
+            return [r.portion() if to_join else r.result() for r, to_join in zip(self.reductions, joined, strict=True)]
 
     def _written_out_if_it_pays(self, factor: Factor) -> Factor:
         """The factor for all reductions: written out if several passes are faster then, and memory allows."""
