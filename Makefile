@@ -12,7 +12,7 @@ BY_CPU := tests/kernels tests/factors tests/reductions tests/nn tests/benchmarks
 
 .DEFAULT_GOAL := help
 .PHONY: help demo fuzz test test-all test-torch lint docs dist clean
-.PHONY: bench bench-compiled bench-docs bench-expanded bench-launches bench-monitor bench-pages bench-parts bench-peers bench-private bench-scaling bench-sensitivity
+.PHONY: bench bench-compiled bench-docs bench-expanded bench-launches bench-monitor bench-pages bench-parts bench-peers bench-private bench-scaling bench-sensitivity bench-several
 
 help:
 	@echo "make demo      finds wrong labels, trains privately, checks itself; writes build/demo.html (a minute)"
@@ -28,6 +28,7 @@ help:
 	@echo "make bench-docs                   these three, and the figures in docs/ made from them"
 	@echo "make bench-launches               launches and waits of a step, as an accelerator would see them (1 minute)"
 	@echo "make bench-sensitivity            how far one sample moves a private sum, over its bound (4 minutes)"
+	@echo "make bench-several                several losses per sample (1 minute)"
 	@echo "make bench-monitor                what ps.Monitor adds to a training loop (5 minutes)"
 	@echo "make docs      the site of docs/, into build/site"
 	@echo "make dist      an sdist and a wheel"
@@ -112,6 +113,10 @@ bench-launches: $(STAMP)
 
 bench-expanded: $(STAMP)
 	$(BIN)/python -m benchmarks.expanded
+
+# Several losses per sample; the table goes into their page.
+bench-several: $(STAMP)
+	$(BIN)/python -m benchmarks.several --json docs/benchmarks/several.json --page docs/several.md
 
 bench-sensitivity: $(STAMP)
 	$(BIN)/python -m benchmarks.sensitivity

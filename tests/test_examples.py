@@ -20,6 +20,19 @@ def test_every_example_is_listed_and_run(script: Path) -> None:
     assert any(f'"{script.stem}' in path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
 
 
+def test_curvature_is_that_of_other_libraries() -> None:
+    """Of ``torch.func`` in any case, of others where they are installed."""
+    command = [sys.executable, str(ROOT / "examples" / "curvature_digits.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    differences = re.findall(r"difference from \S+: (\S+)", done.stdout)
+    assert differences
+    assert all(float(each) < 1e-10 for each in differences)
+    found = re.search(r"winning logit: (\S+) if right, (\S+) if wrong", done.stdout)
+    assert found
+    assert float(found[1]) < float(found[2])
+
+
 @pytest.mark.slow
 def test_the_monitored_run_finds_wrong_labels() -> None:
     """At least a quarter of the images that stood out; one in ninety is wrong."""

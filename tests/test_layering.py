@@ -39,7 +39,19 @@ EVERYWHERE = {
     "refusal",
     "trees",
 }  # which import nothing of this package: anybody may use them
-TOP_MODULES = {"call", "checks", "explain", "fused", "modules", "monitor", "shortcuts", "params", "verbs", "_table"}
+TOP_MODULES = {
+    "call",
+    "checks",
+    "explain",
+    "fused",
+    "modules",
+    "monitor",
+    "shortcuts",
+    "params",
+    "several",
+    "verbs",
+    "_table",
+}
 
 
 def name_of(path: Path) -> str:
@@ -89,6 +101,7 @@ ROOMS = [
     "execute",
     "remember",
     "entry",
+    "several",
     "describe",
 ]  # of graph/
 IN_GRAPH = [path for path in FILES if path.relative_to(ROOT).parts[0] == "graph" and path.parent.name != "graph"]

@@ -27,7 +27,7 @@ from .reductions import (
     Variance,
     WeightedSum,
 )
-from .shortcuts import clipped_sum, dot, gram, norms, project, second_moment, variance
+from .shortcuts import clipped_sum, dot, gram, jacobian, norms, project, second_moment, variance
 from .verbs import backward, grad, reduce
 
 __all__ = [
@@ -63,6 +63,7 @@ __all__ = [
     "explain",
     "grad",
     "gram",
+    "jacobian",
     "nn",
     "norms",
     "project",

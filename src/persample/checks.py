@@ -17,13 +17,18 @@ from .numberless import has_numbers, lacks_numbers, shapes_alone
 from .reductions import Reduction
 
 
-def check_losses(losses: Tensor) -> None:
-    """Refuse what is not one differentiable loss per sample."""
+def check_losses(losses: Tensor, *, several: bool = False, why_one: str = "") -> None:
+    """Refuse what is not one differentiable loss per sample, or ``several`` where they are allowed.
+
+    ``why_one`` says why they are not, where somebody might expect them to be.
+    """
     remedy = "compute one loss per sample, e.g. with reduction='none' and a mean over all dims but the first"
+    shape = "(B,) or (B, K…)" if several else "(B,)"
     if not isinstance(losses, Tensor):
-        raise TypeError(f"losses must be a tensor of shape (B,), not {type(losses).__name__}: {remedy}")
-    if losses.ndim != 1:
-        raise ValueError(f"losses must have shape (B,), but have shape {tuple(losses.shape)}: {remedy}")
+        raise TypeError(f"losses must be a tensor of shape {shape}, not {type(losses).__name__}: {remedy}")
+    if losses.ndim == 0 or (losses.ndim > 1 and not several):
+        why = f" {why_one}" if losses.ndim > 1 else ""
+        raise ValueError(f"losses must have shape {shape}, but have shape {tuple(losses.shape)}:{why} {remedy}")
     if not losses.is_floating_point():
         raise ValueError(f"losses must be real floating-point numbers, but have dtype {losses.dtype}")
     if not losses.requires_grad:

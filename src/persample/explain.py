@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -14,6 +15,7 @@ from .distributed import undisturbed
 from .factors import Factor
 from .graph.describe import Handling, describe
 from .graph.read.compiled import break_graph
+from .graph.several import count_positions, positions_meet
 from .params import Params, named
 
 __all__ = ["Explanation", "Handling", "Memory", "explain"]
@@ -27,7 +29,7 @@ class Memory:
     activations: int | None  # about what the forward pass has kept for the backward; None if it was not looked at
     factors: int  # what gradients are made from, for all parameters at once, beside what the forward pass has kept
     largest_factor: int  # the same for the parameter that has most, as one after another comes to `ps.norms`
-    written_out: int  # all gradients of all samples, as `ps.grad` returns them
+    written_out: int  # all gradients of all losses, as `ps.grad` returns them
 
     def __str__(self) -> str:
         about = [
@@ -48,13 +50,14 @@ class Explanation:
     interactions: tuple[str, ...]  # ops in which samples meet
     undecided: tuple[str, ...]  # ops of which data decide where samples lie, and tensors on meta or fake ones have none
     memory: Memory
+    way: str = ""  # with several losses per sample, how they are taken apart
 
     def __str__(self) -> str:
         header = ("parameter", "node", "via", "samples in", "handled by")
         table = render(header, [(r.parameter, r.op, r.via, r.layout, r.handling) for r in self.rows])
         lines = [table, *[f"samples interact in {op}" for op in self.interactions]]
         lines += [f"data decide in {op}, and there are none: samples are taken to meet there" for op in self.undecided]
-        return "\n".join(lines)
+        return "\n".join([*lines, *([self.way] if self.way else [])])
 
 
 @break_graph
@@ -70,20 +73,31 @@ def explain(losses: Tensor, params: Params) -> Explanation:
     bias       AddmmBackward0              dim 0 of (5, 2)  rule: Dense
 
     Args:
-        losses: one loss per sample, of shape (B,), with its graph. One backward is run, slow paths included; the graph
-            is kept. On ``meta``, or in a ``FakeTensorMode``, nothing is computed but shapes.
+        losses: one loss per sample, of shape (B,), or several, (B, K…), with their graph. One backward is run, slow
+            paths included; the graph is kept. On ``meta``, or in a ``FakeTensorMode``, nothing is computed but shapes.
         params: as for ``persample.grad``; a parameter of a module is named by its module path.
 
     Returns:
         An `Explanation`: ``rows`` with one entry per use, ``interactions``, the ops in which samples meet,
         ``undecided``, those of which data would have to decide that were not there, and ``memory``, in bytes.
     """
-    check_losses(losses)
+    check_losses(losses, several=True)
     factors = _Factors()
     with boundary(losses), undisturbed(losses, named(params), last=False) as leaves:
-        said = describe(losses, leaves.full, factors.add)
-        memory = _memory(leaves.full, len(losses), said.activations, factors)
-    return Explanation(tuple(said.rows), tuple(said.interactions), tuple(said.undecided), memory)
+        described, way = (losses, "") if losses.ndim == 1 else _one_of_several(losses, leaves.full)
+        said = describe(described, leaves.full, factors.add)
+        memory = _memory(leaves.full, losses.numel(), said.activations, factors)
+    return Explanation(tuple(said.rows), tuple(said.interactions), tuple(said.undecided), memory, way)
+
+
+def _one_of_several(losses: Tensor, params: Mapping[str, Tensor]) -> tuple[Tensor, str]:
+    """The losses of one backward, and how many of them it takes for losses (B, K…)."""
+    with torch.enable_grad():
+        if positions_meet(losses, params):
+            count = count_positions(losses)
+            way = f"losses of one sample meet: {count} backwards like this one, each for all samples"
+            return losses.flatten(1)[:, 0], way
+        return losses.flatten(), f"no losses of one sample meet: each of the {losses.numel()} is taken for a sample"
 
 
 class _Factors:

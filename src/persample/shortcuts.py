@@ -11,11 +11,12 @@ from .distributed import Ranks, undisturbed
 from .graph.read.compiled import break_graph
 from .graph.read.nodes import share_nodes
 from .params import Params, named
-from .reductions import ClippedSum, Dot, Gram, Norms, Project, Projection, SecondMoment, Variance
+from .reductions import ClippedSum, Dot, Gram, Norms, Project, Projection, SecondMoment, Stack, Variance
 from .reductions.clipping import Bounds
 from .reductions.groups import Per
 from .reductions.products import CrossGram, Directions, KeptFactors
-from .verbs import begin_run, reduce, run_backward
+from .reductions.sums import Buffers
+from .verbs import begin_run, reduce, run_backward, several_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # which some builds of torch lack
@@ -31,6 +32,40 @@ class Options(TypedDict, total=False):
 
 
 @break_graph
+def jacobian(
+    outputs: Tensor,
+    params: Params,
+    *,
+    out: Buffers | None = None,
+    retain_graph: bool = False,
+    independent: bool = False,
+    max_memory: int | None = None,
+) -> Any:
+    """The derivative of every output of every sample with respect to every parameter.
+
+    The same as ``ps.grad`` of losses (B, K…), by the name that outputs of a model go by: logits, predictions, tasks.
+
+    >>> import torch, persample as ps
+    >>> model = torch.nn.Linear(3, 2)
+    >>> {name: tuple(j.shape) for name, j in ps.jacobian(model(torch.ones(5, 3)), model).items()}
+    {'weight': (5, 2, 2, 3), 'bias': (5, 2, 2)}
+
+    Args:
+        outputs: what the model returns for B samples, (B, K…), with its graph.
+        params: an ``nn.Module``, a mapping from names to leaf tensors, or a sequence.
+        out: buffers from an earlier call, to be written again instead of allocating new ones.
+        retain_graph: keep the graph for another backward, as in ``torch.autograd.grad``.
+        independent: raise ``InteractionError`` if one sample's outputs are seen to depend on another sample.
+        max_memory: as for ``ps.reduce``, beside the result.
+
+    Returns:
+        (B, K…, *shape) per parameter: a dict for a module or a mapping, a tuple for a sequence.
+    """
+    options = Options(retain_graph=retain_graph, independent=independent, max_memory=max_memory)
+    return reduce(outputs, params, Stack(out), **options)[0]
+
+
+@break_graph
 def norms(losses: Tensor, params: Params, *, per: Per = None, **options: Unpack[Options]) -> Any:
     """The norm of every sample's gradient.
 
@@ -43,14 +78,14 @@ def norms(losses: Tensor, params: Params, *, per: Per = None, **options: Unpack[
     {'weight': (5,), 'bias': (5,)}
 
     Args:
-        losses: one loss per sample, of shape (B,), with its graph.
+        losses: one loss per sample, of shape (B,), or several, of shape (B, K…), with their graph.
         params: an ``nn.Module``, a mapping from names to leaf tensors, or a sequence.
         per: None for one norm over all parameters; "parameter" for one each, in the parameters' container; or groups:
             a list gives a tuple, a dict a dict. A group is a module, or a list of names, parameters or modules.
         options: ``retain_graph``, ``independent`` and ``max_memory``, as for ``ps.reduce``.
 
     Returns:
-        (B,), or (B,) per parameter or group, in float32 or wider.
+        One norm per loss: (B,) or (B, K…), or that per parameter or group, in float32 or wider.
     """
     return reduce(losses, params, Norms(per), **options)[0]
 
@@ -67,6 +102,8 @@ def clipped_sum(
 ) -> Any:
     """The sum of all gradients, each scaled down to a norm of at most ``max_norm``: Σ_i min(1, C / ‖g_i‖) g_i.
 
+    With several losses per sample, (B, K…), the gradient of every loss is clipped by itself.
+
     >>> import torch, persample as ps
     >>> model = torch.nn.Linear(3, 2)
     >>> losses = model(torch.ones(5, 3)).square().sum(1)
@@ -75,7 +112,7 @@ def clipped_sum(
     (torch.Size([2, 3]), torch.Size([5]))
 
     Args:
-        losses: one loss per sample, of shape (B,), with its graph.
+        losses: one loss per sample, of shape (B,), or several, of shape (B, K…), with their graph.
         params: an ``nn.Module``, a mapping from names to leaf tensors, or a sequence.
         max_norm: the bound, or one for each parameter or group of ``per``.
         per: what is clipped together: None for everything, "parameter", or groups that hold every parameter once.
@@ -91,7 +128,7 @@ def clipped_sum(
 
 @break_graph
 def second_moment(losses: Tensor, params: Params, **options: Unpack[Options]) -> Any:
-    """The mean over samples of the squared gradient, element by element.
+    """The mean over samples of the squared gradient, element by element; over all losses, if there are several each.
 
     >>> import torch, persample as ps
     >>> model = torch.nn.Linear(3, 2)
@@ -100,7 +137,7 @@ def second_moment(losses: Tensor, params: Params, **options: Unpack[Options]) ->
     torch.Size([2, 3])
 
     Args:
-        losses: one loss per sample, of shape (B,), with its graph.
+        losses: one loss per sample, of shape (B,), or several, of shape (B, K…), with their graph.
         params: an ``nn.Module``, a mapping from names to leaf tensors, or a sequence.
         options: ``retain_graph``, ``independent``, ``max_memory`` and ``process_group``, as for ``ps.reduce``.
 
@@ -114,6 +151,8 @@ def second_moment(losses: Tensor, params: Params, **options: Unpack[Options]) ->
 def variance(losses: Tensor, params: Params, *, correction: int = 1, **options: Unpack[Options]) -> Any:
     """The variance over samples of the gradient, element by element, as ``torch.var`` of the stack.
 
+    With several losses per sample, (B, K…), it is over all B·K of them.
+
     >>> import torch, persample as ps
     >>> model = torch.nn.Linear(3, 2)
     >>> losses = model(torch.ones(5, 3)).square().sum(1)
@@ -121,9 +160,9 @@ def variance(losses: Tensor, params: Params, *, correction: int = 1, **options: 
     True
 
     Args:
-        losses: one loss per sample, of shape (B,), with its graph.
+        losses: one loss per sample, of shape (B,), or several, of shape (B, K…), with their graph.
         params: an ``nn.Module``, a mapping from names to leaf tensors, or a sequence.
-        correction: the sum of squares is divided by B - correction.
+        correction: the sum of squares is divided by B - correction, where B counts all losses.
         options: ``retain_graph``, ``independent``, ``max_memory`` and ``process_group``, as for ``ps.reduce``.
 
     Returns:
@@ -143,28 +182,35 @@ def gram(losses: Tensor, params: Params, other: Tensor | None = None, **options:
     torch.Size([5, 4])
 
     Args:
-        losses: one loss per sample, of shape (B,), with its graph.
+        losses: one loss per sample, of shape (B,), or several, of shape (B, K…), with their graph.
         params: an ``nn.Module``, a mapping from names to leaf tensors, or a sequence.
         other: the losses of a second batch, to be compared with the first instead of the first with itself.
         options: ``retain_graph``, ``independent`` and ``max_memory``, as for ``ps.reduce``.
 
     Returns:
-        (B, B), or (B, B') with ``other``.
+        (B, B), or (B, B') with ``other``. With several losses per sample, (B, K…, B, K…), the kernel between all of
+        them; ``products.reshape(losses.numel(), -1)`` is the matrix.
     """
     if other is None:
         products: Tensor = reduce(losses, params, Gram(), **options)[0]
         return products
-    check_losses(losses)
-    check_losses(other)
+    check_losses(losses, several=True)
+    check_losses(other, several=True)
     check_reductions([Gram()], options.get("max_memory"), Ranks.of(options.get("process_group")))
-    independent = options.get("independent", False)
+    independent, max_memory = options.get("independent", False), options.get("max_memory")
     keep_graph = options.get("retain_graph", False) or share_nodes(losses, other)
     with undisturbed(losses, named(params), last=not keep_graph) as leaves:
         with boundary(losses):
-            run = begin_run([KeptFactors()], params, leaves.full, len(losses), losses.device, options.get("max_memory"))
-            run_backward(losses, leaves.full, run, retain_graph=keep_graph, independent=independent)
-            (factors,) = run.results()
-        products = reduce(other, params, CrossGram(factors, len(losses)), **options)[0]
+            if losses.ndim > 1:
+                several = several_of(
+                    losses, params, leaves.full, max_memory, retain_graph=keep_graph, independent=independent
+                )
+                (factors,) = several.reduce([KeptFactors()])
+            else:
+                run = begin_run([KeptFactors()], params, leaves.full, len(losses), losses.device, max_memory)
+                run_backward(losses, leaves.full, run, retain_graph=keep_graph, independent=independent)
+                (factors,) = run.results()
+        products = reduce(other, params, CrossGram(factors, tuple(losses.shape)), **options)[0]
     return products
 
 
@@ -180,14 +226,14 @@ def dot(losses: Tensor, params: Params, direction: Directions, **options: Unpack
     torch.Size([5])
 
     Args:
-        losses: one loss per sample, of shape (B,), with its graph.
+        losses: one loss per sample, of shape (B,), or several, of shape (B, K…), with their graph.
         params: an ``nn.Module``, a mapping from names to leaf tensors, or a sequence.
         direction: one tensor like each parameter, in the parameters' container, or a sequence in their order; for k
             directions, each with one more dim at the front, of size k.
         options: ``retain_graph``, ``independent`` and ``max_memory``, as for ``ps.reduce``.
 
     Returns:
-        (B,), or (B, k) for k directions.
+        (B,) or (B, K…), like the losses; with one more dim at the end, of size k, for k directions.
     """
     products: Tensor = reduce(losses, params, Dot(direction), **options)[0]
     return products
@@ -204,13 +250,13 @@ def project(losses: Tensor, params: Params, projection: Projection, **options: U
     torch.Size([5, 16])
 
     Args:
-        losses: one loss per sample, of shape (B,), with its graph.
+        losses: one loss per sample, of shape (B,), or several, of shape (B, K…), with their graph.
         params: an ``nn.Module``, a mapping from names to leaf tensors, or a sequence.
         projection: a `Projection`.
         options: ``retain_graph``, ``independent`` and ``max_memory``, as for ``ps.reduce``.
 
     Returns:
-        (B, dim).
+        (B, dim) or (B, K…, dim).
     """
     projected: Tensor = reduce(losses, params, Project(projection), **options)[0]
     return projected

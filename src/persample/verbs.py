@@ -22,6 +22,7 @@ from .graph.read.saved import late_hooks
 from .params import Params, named, pack
 from .reductions import ClippedSum, Clipping, Reduction, Run, Stack
 from .reductions.sums import Buffers
+from .several import Several
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # which some builds of torch lack
@@ -65,17 +66,19 @@ def grad(
     >>> {name: tuple(value.shape) for name, value in g.items()}
     {'weight': (5, 2, 3), 'bias': (5, 2)}
 
+    With several losses per sample, (B, K…), every one of them has a gradient: (B, K…, *shape).
+
     Args:
-        losses: one loss per sample, of shape (B,), with its graph.
+        losses: one loss per sample, of shape (B,), or several, of shape (B, K…), with their graph.
         params: an ``nn.Module`` (its trainable parameters), a mapping from names to leaf tensors, or a sequence.
         out: buffers from an earlier call, to be written again instead of allocating new ones.
         retain_graph: keep the graph for another backward, as in ``torch.autograd.grad``.
         independent: raise ``InteractionError`` if one sample's loss is seen to depend on another sample.
 
     Returns:
-        (B, *shape) per parameter: a dict for a module or a mapping, a tuple for a sequence. Parameters that the
-        losses do not reach get zeros; frozen ones are left out of a dict. On Linux, the storage of a result of 4 MB or
-        more cannot be made larger (``resize_``), as it is not from PyTorch's allocator.
+        (*losses.shape, *shape) per parameter: a dict for a module or a mapping, a tuple for a sequence. Parameters
+        that the losses do not reach get zeros; frozen ones are left out of a dict. On Linux, the storage of a result of
+        4 MB or more cannot be made larger (``resize_``), as it is not from PyTorch's allocator.
     """
     stacks: dict[str, Tensor] | tuple[Tensor, ...]
     (stacks,) = reduce(losses, params, Stack(out), retain_graph=retain_graph, independent=independent)
@@ -102,7 +105,7 @@ def reduce(
     (torch.Size([5]), torch.Size([2, 3]), torch.Size([2]))
 
     Args:
-        losses: one loss per sample, of shape (B,), with its graph.
+        losses: one loss per sample, of shape (B,), or several, of shape (B, K…), with their graph.
         params: an ``nn.Module`` (its trainable parameters), a mapping from names to leaf tensors, or a sequence.
         reductions: what to compute: `Norms`, `ClippedSum`, `WeightedSum`, `SecondMoment`, `Variance`, `Gram`, `Dot`,
             `Project`, `Stack`, or a `Reduction` of your own.
@@ -110,7 +113,9 @@ def reduce(
         independent: raise ``InteractionError`` if one sample's loss is seen to depend on another sample.
         max_memory: bytes that may be spent on gradients written out, for a few samples at a time and, beside them, kept
             to be used again where that takes more than the inputs and cotangents they are made from; by default about
-            what the forward pass has kept for the backward. One sample's gradient of one parameter always fits.
+            what the forward pass has kept for the backward. One sample's gradient of one parameter always fits. Where
+            the losses of a sample meet, also on what the gradients of several of them are made from; all of them are
+            kept for `Gram`, for a function of ``weights``, for reductions of your own and with ``process_group``.
         process_group: sums and moments over the samples of all its ranks; by default, of this process alone. Every rank
             makes the same call. What has one row per sample is refused.
 
@@ -120,8 +125,12 @@ def reduce(
     ranks = Ranks.of(process_group)
     check_reductions(reductions, max_memory, ranks)
     tensors = named(params)
-    check_losses(losses)
+    check_losses(losses, several=True)
     with boundary(losses), undisturbed(losses, tensors, last=not retain_graph) as leaves:
+        if losses.ndim > 1:
+            return several_of(
+                losses, params, leaves.full, max_memory, ranks, retain_graph=retain_graph, independent=independent
+            ).reduce(reductions)
         run = begin_run(reductions, params, leaves.full, len(losses), losses.device, max_memory, ranks)
         fused = Fused.of(run, losses, max_memory, as_sequence=isinstance(params, Sequence), independent=independent)
         at_once = None if fused is None else fused.take
@@ -150,7 +159,7 @@ def backward(
     True
 
     Args:
-        losses: one loss per sample, of shape (B,), with its graph.
+        losses: one loss per sample, of shape (B,), or several, of shape (B, K…), with their graph.
         params: an ``nn.Module`` (its trainable parameters), a mapping from names to leaf tensors, or a sequence.
         reduction: how to clip: a `ClippedSum`.
         retain_graph: keep the graph for another backward.
@@ -166,19 +175,26 @@ def backward(
         raise TypeError(f"backward accumulates a ClippedSum, not a {type(reduction).__name__}")
     tensors, ranks = named(params), Ranks.of(process_group)
     check_memory(max_memory)
-    check_losses(losses)
+    check_losses(losses, several=True)
     with boundary(losses), undisturbed(losses, tensors, last=not retain_graph) as leaves:
         if ranks is None:
             refuse_shards(leaves)
-        run = begin_run([reduction], params, leaves.full, len(losses), losses.device, max_memory, ranks)
-        run_backward(losses, leaves.full, run, retain_graph=retain_graph, independent=independent)
-        (clipped,) = run.reductions
-        assert isinstance(clipped, ClippedSum)
+        if losses.ndim > 1:
+            call, portions = several_of(
+                losses, params, leaves.full, max_memory, ranks, retain_graph=retain_graph, independent=independent
+            ).portions([reduction], [True])
+            clipping, sums = reduction.joined(portions[0], call)
+        else:
+            run = begin_run([reduction], params, leaves.full, len(losses), losses.device, max_memory, ranks)
+            run_backward(losses, leaves.full, run, retain_graph=retain_graph, independent=independent)
+            (clipped,), call = run.reductions, run.call
+            assert isinstance(clipped, ClippedSum)
+            with torch.no_grad():
+                clipping, sums = clipped.clip()
         with torch.no_grad():
-            clipping, sums = clipped.clip()
-            if not len(losses):  # without factors, but with gradients of zero all the same
+            if not losses.numel():  # without factors, but with gradients of zero all the same
                 sums = _gradients_of_no_samples(losses, leaves.full, retain_graph)
-            totals = run.call.over_ranks(sums)
+            totals = call.over_ranks(sums)
         # By tensor: one may have been given under two names.
         added = {id(p): (p, totals[name]) for name, p in leaves.owned.items() if name in totals}
     with boundary(losses):
@@ -198,6 +214,20 @@ def begin_run(
 ) -> Run:
     """Reductions that wait for factors of ``tensors``; results come in the container of ``params``."""
     return Run.begin(reductions, tensors, batch, device, lambda results: pack(params, results), max_memory, ranks)
+
+
+def several_of(
+    losses: Tensor,
+    params: Params,
+    tensors: Mapping[str, Tensor],
+    max_memory: int | None,
+    ranks: Ranks | None = None,
+    *,
+    retain_graph: bool,
+    independent: bool,
+) -> Several:
+    """A call with several losses per sample; results come in the container of ``params``."""
+    return Several(losses, tensors, lambda results: pack(params, results), max_memory, ranks, retain_graph, independent)
 
 
 def run_backward(
@@ -225,7 +255,8 @@ def _gradients_of_no_samples(losses: Tensor, params: Mapping[str, Tensor], retai
     """The gradients of an empty batch, for the parameters that it reaches."""
     if not params:
         return {}
-    roots = Roots.of_losses(losses)
+    with torch.enable_grad():
+        roots = Roots.of_losses(losses.flatten())
     roots.read()  # which opens what the graph hides
     grads = roots.backward([slot_of(p) for p in params.values()], retain_graph=retain_graph)
     dense = [g if g is None or g.layout == torch.strided else g.to_dense() for g in grads]

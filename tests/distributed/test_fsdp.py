@@ -403,3 +403,20 @@ def other_kinds(rank: int, world: int) -> None:
 
 def test_other_ways_to_shard_are_refused(two: Processes) -> None:
     two.run(other_kinds)
+
+
+def several_losses_each(rank: int, world: int, wraps: str) -> None:
+    """One backward per position, and the modules are sharded again at the end."""
+    plain, model, ids = make(), shard(make(), wraps), batch(rank, SIZES[rank])
+    rows = definition(plain(ids).flatten(), plain)
+    for memory in (None, 1):
+        norms, total = ps.reduce(model(ids), model, ps.Norms(), ps.ClippedSum(0.5), max_memory=memory)
+        close(norms.flatten(), vectors(rows).norm(dim=1))
+        all_close(total, clipped(rows, 0.5))
+    losses(model, ids).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("wraps", WRAPS)
+def test_several_losses_per_sample(two: Processes, wraps: str) -> None:
+    two.run(several_losses_each, wraps)

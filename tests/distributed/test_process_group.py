@@ -73,6 +73,35 @@ def test_every_verb_that_has_a_sum(several: Processes) -> None:
     several.run(shortcuts)
 
 
+def several_losses_each(rank: int, world: int, sizes: Sequence[int]) -> None:
+    """All logits of every sample, on one rank of none at all."""
+    model, everybody, sizes = make(), dist.group.WORLD, padded(sizes, world)
+    every = [definition(model(batch(r, size)).flatten(), model) for r, size in enumerate(sizes)]
+    rows = {name: torch.cat([stacks[name] for stacks in every]) for name in every[0]}
+    logits = model(batch(rank, sizes[rank]))
+    total, moment, variance = ps.reduce(
+        logits,
+        model,
+        ps.ClippedSum(0.5),
+        ps.SecondMoment(),
+        ps.Variance(correction=0),
+        process_group=everybody,
+        max_memory=1,
+        retain_graph=True,
+    )
+    all_close(total, clipped(rows, 0.5))
+    assert total.clipping.weights.shape == logits.shape
+    all_close(moment, {name: r.square().mean(0) for name, r in rows.items()})
+    all_close(variance, {name: r.var(0, correction=0) for name, r in rows.items()})
+    ps.backward(logits, model, ps.ClippedSum(0.5), process_group=everybody)
+    all_close({name: p.grad for name, p in model.named_parameters()}, clipped(rows, 0.5))
+
+
+@pytest.mark.parametrize("sizes", [(3, 4), (0, 3)], ids=str)
+def test_several_losses_per_sample(several: Processes, sizes: Sequence[int]) -> None:
+    several.run(several_losses_each, sizes)
+
+
 def nobody_has_samples(rank: int, world: int) -> None:
     model = make(Unused)
     found = model(batch(rank, 0), extra=False).sum(1)

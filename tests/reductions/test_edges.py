@@ -394,7 +394,7 @@ GOOD = {"weight": torch.ones(2, 3), "bias": torch.ones(2)}
             r"params must be an nn.Module.*for one tensor write \[tensor\]",
         ),
         (lambda y, m: ps.norms(y, m.parameters()), TypeError, r"for a generator list\(...\)"),
-        (lambda y, m: ps.norms(y.sum(), m), ValueError, r"losses must have shape \(B,\), but have shape \(\)"),
+        (lambda y, m: ps.norms(y.sum(), m), ValueError, r"shape \(B,\) or \(B, K…\), but have shape \(\)"),
         (lambda y, m: ps.norms(y.detach(), m), RuntimeError, "have no graph"),
         (lambda y, m: ps.gram(y, m, y.detach()), RuntimeError, "have no graph"),
         (lambda y, m: ps.gram(y, m, 3), TypeError, "losses must be a tensor"),

@@ -68,7 +68,8 @@ def compile(
     compiled, every call, after a warning that says why.
 
     Args:
-        losses_fn: from a batch to one loss per sample, (B,). It is captured by ``torch.compile`` (``fullgraph=True``).
+        losses_fn: from a batch to one loss per sample, (B,); several, (B, K…), are left to the eager engine. It is
+            captured by ``torch.compile`` (``fullgraph=True``).
         params: an ``nn.Module`` (its trainable parameters), a mapping from names to leaf tensors, or a sequence.
         reductions: what to compute, as for ``ps.reduce``.
         backend: what compiles the graph: the name of a backend of ``torch.compile``, or a function like one.
@@ -249,6 +250,8 @@ class CompiledStep:
 
     def _build(self, call: Call, losses: Tensor, want: tuple[Any, ...], facts: Facts) -> None:
         assert call.before is not None
+        if losses.ndim > 1:
+            raise NotCompiled(f"there are several losses per sample, {tuple(losses.shape)}")
         (region,) = call.regions
         call.undo()
         outputs = region.plainly(call.inputs)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checks import check_losses
 from ..compiled.build import Backend
 from ..compiled.compilers import open_batch
 from ..compiled.region import Call, State
@@ -27,7 +26,7 @@ from ..reductions.groups import listed
 from ..trees import leaves
 from ..verbs import reduce
 from .clips import Clipper
-from .given import Given, check_count
+from .given import Given, check_count, check_one_per_sample
 from .sampling import BatchPart
 from .sums import Joined
 
@@ -60,7 +59,7 @@ class AskedExactly(Asked):
 
     def checked(self, losses: Tensor) -> Tensor:
         """The losses, which must be as many as there are samples."""
-        check_losses(losses)
+        check_one_per_sample(losses)
         check_count(len(losses), self.task.size)
         return losses
 

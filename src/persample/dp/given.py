@@ -44,10 +44,19 @@ class Given:
 
     def check(self, samples: int, marked: int) -> None:
         """Refuse what are not losses, one for each sample, computed since a mark was set."""
-        check_losses(self.losses)
+        check_one_per_sample(self.losses)
         check_count(len(self.losses), samples)
         if is_older(self.losses, marked):
             raise PrivacyError("these losses were computed before the batch was drawn: compute them from the batch")
+
+
+def check_one_per_sample(losses: Tensor) -> None:
+    """Refuse several losses per sample: each would be clipped by itself, and a sample could add K times the bound."""
+    check_losses(
+        losses,
+        why_one="each of a sample's K losses would be clipped by itself, and the sample could add K times the bound "
+        "that is accounted for;",
+    )
 
 
 def check_count(losses: int, samples: int) -> None:

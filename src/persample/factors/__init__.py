@@ -19,6 +19,7 @@ from .dense import Dense, DenseCopy, Masked
 from .forms import Form, form_of, kind_of, together
 from .gather import combine, placed, products_of_rows, rows_read
 from .hadamard import Hadamard
+from .interleaved import Interleaved, interleave
 from .outer import Outer
 from .part import Part, one_by_one, regroup, split
 from .pulled import Pulled
@@ -35,6 +36,7 @@ __all__ = [
     "Factor",
     "Form",
     "Hadamard",
+    "Interleaved",
     "Masked",
     "Outer",
     "Part",
@@ -46,6 +48,7 @@ __all__ = [
     "bounded_sums",
     "combine",
     "form_of",
+    "interleave",
     "kind_of",
     "one_by_one",
     "placed",

@@ -298,7 +298,7 @@ class Outer(Factor):
             return super().gram(other, space)
         products = torch.full((), self.scale * other.scale, dtype=widest(self.device), device=self.device)
         for mine, theirs in ((self.left, other.left), (self.right, other.right)):
-            products = products * _inner_products(mine.squeeze(1), theirs.squeeze(1))
+            products = products * inner_products(mine.squeeze(1), theirs.squeeze(1))
         return products
 
     def compress(self, left: Tensor, right: Tensor, space: Workspace | None = None) -> Tensor:
@@ -337,7 +337,7 @@ def _all_positions(left: Tensor, right: Tensor) -> Tensor:
     return left.flatten(0, 1).t() @ right.flatten(0, 1)
 
 
-def _inner_products(a: Tensor, b: Tensor) -> Tensor:
+def inner_products(a: Tensor, b: Tensor) -> Tensor:
     """(N, d), (M, d) -> (N, M) in float64: of unit vectors in their own precision, and scaled, to stay in range."""
     (unit_a, long_a), (unit_b, long_b) = _unit(a), _unit(b)
     return (unit_a @ unit_b.t()).to(long_a.dtype) * long_a.unsqueeze(1) * long_b

@@ -68,7 +68,7 @@ def capture_into(
     else:
         roots = Roots.of_losses(losses)
         if roots.batch == 1:
-            _one_sample(roots, params, sink, retain_graph)
+            one_sample(roots, params, sink, retain_graph)
         else:
             capture_from(
                 roots,
@@ -94,16 +94,18 @@ def capture_from(
     ordinary: Sequence[NodeSlot] = (),
     graph: Graph | None = None,
     at_once: AtOnce | None = None,
+    said: set[str] | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Hand factors to ``sink``, from any places of a graph at which samples can be told apart.
 
     ``trust_unseen`` takes custom Functions to keep samples apart, where ``independent`` alone would refuse them.
     The plan is put to the ``check`` before anything is run. Ordinary gradients at ``ordinary`` come back. ``graph`` is
-    what lies below the roots, if it has been read already.
+    what lies below the roots, if it has been read already. Warnings that were ``said`` before are not repeated.
     """
+    said = set() if said is None else said
     made, meeting, unseen = planned(roots, params, ordinary, graph, check, independent=independent)
     if meeting:
-        _report_interaction(meeting, independent)
+        _report_interaction(meeting, independent, said)
     elif unseen and not trust_unseen:
         _refuse_unseen(unseen)
     room = None if tell_bytes is None else tell_bytes(made.activations * roots.itemsize)
@@ -114,7 +116,7 @@ def capture_from(
     notes = running.slow if meeting else {**running.slow, **running.slow_below}
     notes = notes if roots.has_numbers else {}
     for message in notes.values():
-        _warn(message)
+        _warn(message, said)
     return running.gradients
 
 
@@ -143,7 +145,7 @@ def planned(
         check_reached(made.tape, params)
         return made, [], []
     with noting() as notes:
-        made, meeting, unseen = _planned_anew(roots, params, ordinary, graph, independent)
+        made, meeting, unseen = planned_anew(roots, params, ordinary, graph, independent=independent)
     if independent and notes.unknown and not meeting:
         _refuse_undecided(notes.unknown)
     if check is not None and not meeting:
@@ -153,8 +155,17 @@ def planned(
     return made, meeting, unseen
 
 
-def _planned_anew(
-    roots: Roots, params: Mapping[str, Tensor], ordinary: Sequence[NodeSlot], graph: Graph, independent: bool
+def check_independence(roots: Roots, params: Mapping[str, Tensor]) -> None:
+    """Raise if samples are seen to interact, or if nobody can tell."""
+    _, meeting, unseen = planned(roots, params, independent=True)
+    if meeting:
+        _report_interaction(meeting, True, set())
+    elif unseen:
+        _refuse_unseen(unseen)
+
+
+def planned_anew(
+    roots: Roots, params: Mapping[str, Tensor], ordinary: Sequence[NodeSlot], graph: Graph, *, independent: bool
 ) -> tuple[CapturePlan, list[str], list[Node]]:
     """`planned`, for a graph of which no plan is remembered."""
     made = plan(roots, list(params.values()), ordinary, graph=graph)
@@ -217,7 +228,7 @@ def capture(
     return factors
 
 
-def _one_sample(roots: Roots, params: Mapping[str, Tensor], sink: Sink, retain_graph: bool) -> None:
+def one_sample(roots: Roots, params: Mapping[str, Tensor], sink: Sink, retain_graph: bool) -> None:
     """One sample needs only an ordinary backward; the graph is read all the same, to refuse hidden parameters."""
     check_reached(roots.tape(params.values()), params)
     grads = roots.backward([slot_of(p) for p in params.values()], retain_graph=retain_graph)
@@ -293,7 +304,7 @@ def _target(node: Node) -> str:
     return "persample.graph.COMPILED" if is_compiled(node) else repr(name) if "::" in name else name
 
 
-def _report_interaction(ops: Sequence[str], independent: bool) -> None:
+def _report_interaction(ops: Sequence[str], independent: bool, said: set[str]) -> None:
     where = ", ".join(ops)
     if independent:
         error = InteractionError(
@@ -307,12 +318,16 @@ def _report_interaction(ops: Sequence[str], independent: bool) -> None:
         raise UnsupportedError(f"samples interact in {where}, where every sample needs a backward of its own")
     _warn(
         f"samples interact in {where}: the answer is the exact Jacobian, at the price of one cotangent per sample for "
-        f"everything below."
+        f"everything below.",
+        said,
     )
 
 
-def _warn(message: str) -> None:
-    """Warn, pointing at the first caller outside of this package."""
+def _warn(message: str, said: set[str]) -> None:
+    """Warn, pointing at the first caller outside of this package, unless that was said before."""
+    if message in said:
+        return
+    said.add(message)
     level, frame = 1, inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         level, frame = level + 1, frame.f_back

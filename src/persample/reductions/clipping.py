@@ -20,6 +20,7 @@ from ..numberless import has_numbers
 from .base import Call, Reduction
 from .groups import Groups, Per, as_groups
 from .norms import ParameterNorms
+from .sums import added
 
 Bounds = float | Sequence[float] | Mapping[str, float]
 Weights = Callable[[Tensor], Tensor]
@@ -35,15 +36,15 @@ class _Pair(NamedTuple):
 class Clipping(_Pair):
     """What a clipped sum did to each sample: ``norms`` before, and the ``weights`` that were given.
 
-    Both have shape (B,); with ``per``, they come in the form in which ``ps.norms(..., per=...)`` gives norms.
-    ``dropped`` lists the samples that were left out because their gradients are not finite, and ``sensitivity`` is
-    the largest norm that one sample can have added.
+    Both have the shape of the losses; with ``per``, they come in the form in which ``ps.norms(..., per=...)`` gives
+    norms. ``dropped`` lists the samples that were left out because their gradients are not finite (with several losses
+    per sample, the index of each such loss), and ``sensitivity`` is the largest norm that one loss can have added.
     """
 
-    dropped: Sequence[int] = ()
+    dropped: Sequence[Any] = ()
     sensitivity: float = math.inf
 
-    def __new__(cls, norms: Any, weights: Any, dropped: Sequence[int] = (), sensitivity: float = math.inf) -> Clipping:
+    def __new__(cls, norms: Any, weights: Any, dropped: Sequence[Any] = (), sensitivity: float = math.inf) -> Clipping:
         pair = super().__new__(cls, norms, weights)
         pair.dropped, pair.sensitivity = dropped, sensitivity
         return pair
@@ -76,7 +77,8 @@ class ClippedSum(Reduction):
         per: what is clipped together: None for everything, "parameter", or groups that hold every parameter once,
             as for `Norms`.
         gamma: normalise instead of clipping ("automatic clipping"): w_i = max_norm / (‖gradient i‖ + gamma).
-        weights: any function from norms (B,) to weights (B,) instead; state its ``sensitivity`` if it has one.
+        weights: any function from norms (B,) to weights (B,) instead; state its ``sensitivity`` if it has one. With
+            several losses per sample it is given the norms of all losses at once, in the order of ``losses.flatten()``.
         sensitivity: what one sample adds at most, for ``weights``.
         nonfinite: "raise" names the samples whose gradients are infinite or NaN; with "drop" they add exactly zero
             and are listed in ``result.clipping.dropped``.
@@ -129,6 +131,11 @@ class ClippedSum(Reduction):
             raise ValueError(f"gamma must be positive, finite and not vanishing beside max_norm, not {self.gamma!r}")
 
     @property
+    def in_portions(self) -> bool:  # type: ignore[override]
+        """Every loss is clipped by itself; but a function for weights may look at all norms."""
+        return self.weights is None
+
+    @property
     def sensitivity(self) -> float:
         """The largest norm that one sample can add to the sum, up to rounding; inf if ``weights`` states none.
 
@@ -163,12 +170,34 @@ class ClippedSum(Reduction):
         self._factors[name] = factor
 
     def result(self) -> Any:
-        clipping, sums = self.clip()
-        call = self._groups.call
+        return self._packed(*self.clip(), self._groups.call)
+
+    def _packed(self, clipping: Clipping, sums: Mapping[str, Tensor], call: Call) -> ClippedDict | ClippedTuple:
         packed = call.pack_sums(call.over_ranks(sums))
         clipped = ClippedDict(packed) if isinstance(packed, dict) else ClippedTuple(packed)
         clipped.clipping = clipping
         return clipped
+
+    def portion(self) -> tuple[Clipping, dict[str, Tensor]]:
+        """How every loss of this portion was clipped, by its index in all of them, and the sums."""
+        clipping, sums = self.clip()
+        call = self._groups.call
+        dropped = [call.index_of(i) for i in clipping.dropped]
+        return Clipping(clipping.norms, clipping.weights, dropped, clipping.sensitivity), sums
+
+    def condense(self, portions: list[Any]) -> list[Any]:
+        (first, _), *others = portions
+        return [(first, added([sums for _, sums in portions])), *[(clipping, {}) for clipping, _ in others]]
+
+    def join(self, portions: Sequence[Any], call: Call) -> Any:
+        return self._packed(*self.joined(portions, call), call)
+
+    def joined(self, portions: Sequence[Any], call: Call) -> tuple[Clipping, dict[str, Tensor]]:
+        """`clip` of all portions of a call."""
+        clippings, sums = zip(*portions, strict=True)
+        norms, weights = (call.rows([clipping[i] for clipping in clippings]) for i in (0, 1))
+        dropped = sorted([loss for clipping in clippings for loss in clipping.dropped])
+        return Clipping(norms, weights, dropped, clippings[0].sensitivity), added(sums)
 
     def clip(self) -> tuple[Clipping, dict[str, Tensor]]:
         """How every sample was clipped, and the sums of this process for the parameters that its losses reach."""

@@ -115,6 +115,8 @@ class ExactClippedSum(ClippedSum):
         self._samples, self._padding = samples, padding
 
     def start(self, call: Call) -> None:
+        if call.losses is not None:
+            raise ValueError(f"an exact sum bounds one loss per sample, (B,), but these are {call.losses}")
         call = replace(call, batch=self._counting(call.batch))
         super().start(call)
         self._norms = ParameterNorms(call, together=False)  # which must not depend on the rest of the batch either

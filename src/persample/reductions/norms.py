@@ -26,6 +26,8 @@ class Norms(Reduction):
             module, or a list of names, positions, parameters or modules.
     """
 
+    in_portions = True
+
     def __init__(self, per: Per = None) -> None:
         self.per = as_groups(per)
 
@@ -40,6 +42,9 @@ class Norms(Reduction):
         return self._groups.pack(
             {key: n.to(call.dtype, copy=True) for key, n in self._norms.by_group(self._groups).items()}
         )
+
+    def join(self, portions: Sequence[Any], call: Call) -> Any:
+        return call.rows(portions)
 
 
 class ParameterNorms:

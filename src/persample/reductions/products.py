@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -13,7 +15,10 @@ Directions = nn.Module | Mapping[str, Tensor] | Sequence[Tensor]
 
 
 class Gram(Reduction):
-    """(B, B): the inner product of every two samples' gradients, the empirical neural tangent kernel."""
+    """(B, B): the inner product of every two samples' gradients, the empirical neural tangent kernel.
+
+    With several losses per sample, (B, K…, B, K…): what the gradients are made from is kept for all losses at once.
+    """
 
     def start(self, call: Call) -> None:
         self._call, self._products = call, call.zeros(call.batch, call.batch)
@@ -23,6 +28,10 @@ class Gram(Reduction):
 
     def result(self) -> Tensor:
         return ((self._products + self._products.t()) / 2).to(self._call.dtype)
+
+    def join(self, portions: Sequence[Any], call: Call) -> Tensor:
+        (products,) = portions
+        return products.reshape(*call.shape, *call.shape)  # type: ignore[no-any-return]
 
 
 class KeptFactors(Reduction):
@@ -41,20 +50,32 @@ class KeptFactors(Reduction):
 
 
 class CrossGram(Reduction):
-    """(A, B): the inner products of another batch's A gradients, given by their factors, with this one's."""
+    """(A, B): the inner products of another batch's gradients, given by their factors, with this one's.
 
-    def __init__(self, others: Mapping[str, Factor], count: int) -> None:
-        self.others, self.count = others, count
+    ``shape`` is that of the other losses, (A,) or (A, K…).
+    """
+
+    in_portions = True
+
+    def __init__(self, others: Mapping[str, Factor], shape: tuple[int, ...]) -> None:
+        self.others, self.shape = others, shape
 
     def start(self, call: Call) -> None:
-        self._call, self._products = call, call.zeros(self.count, call.batch)
+        self._call, self._products = call, call.zeros(prod(self.shape), call.batch)
 
     def add(self, name: str, factor: Factor) -> None:
         if name in self.others:
             self._products += self.others[name].gram(factor, self._call.space).to(self._products)
 
     def result(self) -> Tensor:
-        return self._products.to(self._call.dtype)
+        return self._products.to(self._call.dtype).reshape(*self.shape, self._call.batch)
+
+    def portion(self) -> Tensor:
+        return self._products.t().to(self._call.dtype)
+
+    def join(self, portions: Sequence[Any], call: Call) -> Tensor:
+        rows: Tensor = call.rows(portions)
+        return rows.flatten(0, len(call.shape) - 1).t().reshape(*self.shape, *call.shape)
 
 
 class Dot(Reduction):
@@ -64,6 +85,8 @@ class Dot(Reduction):
         direction: one tensor like each parameter, in the parameters' container, or a sequence in their order. k
             directions are given as tensors with one more dim at the front, of size k.
     """
+
+    in_portions = True
 
     def __init__(self, direction: Directions) -> None:
         self.direction = direction
@@ -80,6 +103,9 @@ class Dot(Reduction):
     def result(self) -> Tensor:
         products = self._products.to(self._call.dtype)
         return products.squeeze(1) if self._single else products
+
+    def join(self, portions: Sequence[Any], call: Call) -> Any:
+        return call.rows(portions)
 
 
 def _stacked(direction: Directions, call: Call) -> tuple[dict[str, Tensor], bool]:

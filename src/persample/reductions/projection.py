@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from math import isqrt, prod, sqrt
-from typing import Literal
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -112,6 +112,8 @@ _KEPT: WeakKeyDictionary[Projection, dict[object, Tensor]] = WeakKeyDictionary()
 class Project(Reduction):
     """(B, dim): every sample's gradient under a `Projection`."""
 
+    in_portions = True
+
     def __init__(self, projection: Projection) -> None:
         if not isinstance(projection, Projection):
             raise TypeError(f"expected a ps.Projection(dim, seed), not {type(projection).__name__}")
@@ -168,3 +170,6 @@ class Project(Reduction):
 
     def result(self) -> Tensor:
         return self._projected.to(self._call.dtype)
+
+    def join(self, portions: Sequence[Any], call: Call) -> Any:
+        return call.rows(portions)

@@ -49,10 +49,12 @@ class Run:
         pack: Callable[[Mapping[str, Any]], Any],
         max_memory: int | None = None,
         ranks: Ranks | None = None,
+        losses: tuple[int, ...] | None = None,
+        positions: range | None = None,
     ) -> Run:
         """The run of a new call, whose temporaries reuse memory of earlier calls."""
         POOL.begin_call()
-        call = Call(params, batch, device, pack, Workspace.on(device, max_memory), ranks)
+        call = Call(params, batch, device, pack, Workspace.on(device, max_memory), ranks, losses, positions)
         return cls(reductions, call, memory_is_given=max_memory is not None)
 
     def set_default_memory(self, activation_bytes: int) -> int:
@@ -84,6 +86,11 @@ class Run:
         """One result per reduction, after the backward."""
         with torch.no_grad():
             return tuple([reduction.result() for reduction in self.reductions])
+
+    def portions(self, joined: Sequence[bool]) -> list[Any]:
+        """What every reduction has of this portion of a call; the result itself of those that are not ``joined``."""
+        with torch.no_grad():
+            return [r.portion() if to_join else r.result() for r, to_join in zip(self.reductions, joined, strict=True)]
 
     def _written_out_if_it_pays(self, factor: Factor) -> Factor:
         """The factor for all reductions: written out if several passes are faster then, and memory allows."""

@@ -255,7 +255,7 @@ class Capture:
         """
         factors: dict[int, Factor] = {}
         for k in outputs:
-            factor = self._by_rule(Use(site, k, cotangents, layouts, batch), there)
+            factor = self.by_rule(Use(site, k, cotangents, layouts, batch), there)
             if factor is not None:
                 self._watch(factor.whole.tensors if isinstance(factor, Part) else factor.tensors)
                 self.record.append((site, k, f"rule: {type(factor).__name__}"))
@@ -276,7 +276,8 @@ class Capture:
             return factor
         return placed(there.samples, factor, self.samples.batch)
 
-    def _by_rule(self, use: Use, there: Present | None) -> Factor | None:
+    def by_rule(self, use: Use, there: Present | None = None) -> Factor | None:
+        """The factor of one use, or None if there is no rule for it."""
         flow = self.samples.flows[use.site.index, use.k]
         if isinstance(flow, Layout):
             return self._separable_edge(use, flow)

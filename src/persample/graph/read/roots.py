@@ -40,6 +40,14 @@ class Roots:
         """One loss per sample."""
         return cls([slot_of(losses)], [Block(len(losses), 1)], len(losses), losses=losses)
 
+    @classmethod
+    def of_position(cls, losses: Tensor, position: int) -> Roots:
+        """The losses of all samples at one of their positions, counted through all dims of (B, K…) but the first."""
+        count = losses[0].numel()
+        one_hot = torch.zeros(len(losses), count, dtype=losses.dtype, device=losses.device)
+        one_hot[:, position] = 1
+        return cls([slot_of(losses)], [Block(len(losses), count)], len(losses), [one_hot.view(losses.shape)])
+
     @property
     def has_numbers(self) -> bool:
         """Is there data to be looked at?"""
@@ -75,7 +83,7 @@ class Roots:
     def backward(self, inputs: Sequence[NodeSlot], *, retain_graph: bool) -> tuple[Tensor | None, ...]:
         """The gradients of the whole batch at ``inputs``."""
         if self.losses is None or self.regions.opened or self.losses.device.type != "cpu":
-            cotangents = self.cotangents if self.losses is None else [torch.ones_like(self.losses)]
+            cotangents = [g.clone() for g in self.cotangents] or [torch.ones_like(self.losses)]  # type: ignore[arg-type]
             return self.pull(cotangents, inputs, retain_graph=retain_graph)
         with torch.enable_grad():
             # A cotangent of ones, in memory of its own as the definition's is, which a custom Function may write to;
