@@ -53,6 +53,20 @@ def check_memory(max_memory: int | None) -> None:
         raise ValueError(f"max_memory must be a number of bytes, not {max_memory!r}")
 
 
+def check_differentiable(leaves: Leaves, ranks: Ranks | None) -> None:
+    """Refuse what cannot be differentiated again: sums over processes, and weights of which others hold parts."""
+    if ranks is not None:
+        raise UnsupportedError(
+            "sums over the ranks of a process group cannot be differentiated: leave out process_group=, and add up the "
+            "derivatives of all ranks instead"
+        )
+    if leaves.sharded:
+        raise UnsupportedError(
+            f"parameters {leaves.sharded} are sharded, and their full weights are gone when results are differentiated: "
+            f"use create_graph=True with a model that is not sharded (DDP)"
+        )
+
+
 def refuse_shards(leaves: Leaves) -> None:
     """Refuse to accumulate a sum over this process's samples into a part of a parameter."""
     if leaves.sharded:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import Tensor, nn
 
-from .checks import boundary, check_losses, check_memory, check_reductions, refuse_shards
+from .checks import boundary, check_differentiable, check_losses, check_memory, check_reductions, refuse_shards
 from .distributed import Ranks, accumulate, undisturbed
 from .fused import Fused
 from .graph.entry import capture_into
@@ -19,6 +19,7 @@ from .graph.execute.capture import AtOnce
 from .graph.read.compiled import break_graph
 from .graph.read.roots import Roots, slot_of
 from .graph.read.saved import late_hooks
+from .kernels.differentiable import differentiable
 from .params import Params, named, pack
 from .reductions import ClippedSum, Clipping, Reduction, Run, Stack
 from .reductions.sums import Buffers
@@ -34,6 +35,7 @@ def grad(
     *,
     out: Buffers | None = None,
     retain_graph: bool = False,
+    create_graph: bool = False,
     independent: bool = False,
 ) -> dict[str, Tensor]: ...
 @overload
@@ -43,6 +45,7 @@ def grad(
     *,
     out: Buffers | None = None,
     retain_graph: bool = False,
+    create_graph: bool = False,
     independent: bool = False,
 ) -> tuple[Tensor, ...]: ...
 @break_graph
@@ -52,6 +55,7 @@ def grad(
     *,
     out: Buffers | None = None,
     retain_graph: bool = False,
+    create_graph: bool = False,
     independent: bool = False,
 ) -> dict[str, Tensor] | tuple[Tensor, ...]:
     """The gradient of every single loss with respect to every parameter.
@@ -70,6 +74,7 @@ def grad(
         params: an ``nn.Module`` (its trainable parameters), a mapping from names to leaf tensors, or a sequence.
         out: buffers from an earlier call, to be written again instead of allocating new ones.
         retain_graph: keep the graph for another backward, as in ``torch.autograd.grad``.
+        create_graph: let the results be differentiated again, as in ``torch.autograd.grad``: docs/second-derivatives.md.
         independent: raise ``InteractionError`` if one sample's loss is seen to depend on another sample.
 
     Returns:
@@ -78,7 +83,7 @@ def grad(
         more cannot be made larger (``resize_``), as it is not from PyTorch's allocator.
     """
     stacks: dict[str, Tensor] | tuple[Tensor, ...]
-    (stacks,) = reduce(losses, params, Stack(out), retain_graph=retain_graph, independent=independent)
+    (stacks,) = reduce(losses, params, Stack(out), retain_graph=retain_graph, create_graph=create_graph, independent=independent)
     return stacks
 
 
@@ -88,6 +93,7 @@ def reduce(
     params: Params,
     *reductions: Reduction,
     retain_graph: bool = False,
+    create_graph: bool = False,
     independent: bool = False,
     max_memory: int | None = None,
     process_group: ProcessGroup | None = None,
@@ -107,6 +113,7 @@ def reduce(
         reductions: what to compute: `Norms`, `ClippedSum`, `WeightedSum`, `SecondMoment`, `Variance`, `Gram`, `Dot`,
             `Project`, `Stack`, or a `Reduction` of your own.
         retain_graph: keep the graph for another backward, as in ``torch.autograd.grad``.
+        create_graph: let the results be differentiated again, as in ``torch.autograd.grad``: docs/second-derivatives.md.
         independent: raise ``InteractionError`` if one sample's loss is seen to depend on another sample.
         max_memory: bytes that may be spent on gradients written out, for a few samples at a time and, beside them, kept
             to be used again where that takes more than the inputs and cotangents they are made from; by default about
@@ -121,7 +128,14 @@ def reduce(
     check_reductions(reductions, max_memory, ranks)
     tensors = named(params)
     check_losses(losses)
-    with boundary(losses), undisturbed(losses, tensors, last=not retain_graph) as leaves:
+    retain_graph = retain_graph or create_graph
+    with (
+        boundary(losses),
+        undisturbed(losses, tensors, last=not retain_graph) as leaves,
+        differentiable(create_graph),
+    ):
+        if create_graph:
+            check_differentiable(leaves, ranks)
         run = begin_run(reductions, params, leaves.full, len(losses), losses.device, max_memory, ranks)
         fused = Fused.of(run, losses, max_memory, as_sequence=isinstance(params, Sequence), independent=independent)
         at_once = None if fused is None else fused.take

@@ -25,6 +25,7 @@ from ..kernels.convolution import (
     weight_per_sample,
     weight_summed,
 )
+from ..kernels.differentiable import is_differentiable
 from ..kernels.gram import ROWS, terms_in
 from ..kernels.graph_ops import asks_ops
 from ..kernels.norms import row_norms, wide
@@ -65,7 +66,7 @@ class Convolution(Factor):
         return Convolution(self.x[samples], self.dy[samples], self.size, self.geometry)
 
     def stack(self, out: Tensor | None = None) -> Tensor:
-        if out is not None and (not out.is_contiguous() or out.dtype != self.dtype):
+        if out is not None and (not out.is_contiguous() or out.dtype != self.dtype or is_differentiable()):
             return out.copy_(self.stack())
         if self._asks_ops:
             return copied_to(out, _ops.convolution_stack(*self._as_arguments))
@@ -121,6 +122,8 @@ class Convolution(Factor):
     def _compute_norms(self, space: Workspace) -> Tensor:
         if self._asks_ops:
             return _ops.convolution_norms(*self._as_arguments, space.limit, False)  # type: ignore[no-any-return]
+        if is_differentiable():
+            return row_norms(self.stack())
         return self.NORMS[choose(self._sizes, "norms")](self, space)
 
     def _norms_by_stack(self, space: Workspace) -> Tensor:

@@ -18,8 +18,10 @@ from ..distributed import is_sharded
 from ..factors import Dense, Factor, Masked, one_by_one
 from ..kernels.certificates import is_traced, usual_samples
 from ..kernels.devices import can_look
+from ..kernels.differentiable import differentiable, is_differentiable
 from .execute.bundles import bundle_up
 from .execute.capture import AtOnce, Capture, Sink
+from .execute.once import refuse_once_differentiable
 from .execute.plan import CapturePlan, plan
 from .layout import Layout, sample_dims
 from .locate.follow import SampleMap, assign
@@ -105,6 +107,8 @@ def capture_from(
         _report_interaction(meeting, independent)
     elif unseen and not trust_unseen:
         _refuse_unseen(unseen)
+    if is_differentiable():
+        refuse_once_differentiable(roots, made.tape)
     if tell_bytes is not None:
         tell_bytes(made.activations * roots.itemsize)
     running = Capture(made, roots, params, sink, ordinary, at_once)
@@ -156,11 +160,12 @@ def _planned_anew(
     roots: Roots, params: Mapping[str, Tensor], ordinary: Sequence[NodeSlot], graph: Graph, independent: bool
 ) -> tuple[CapturePlan, list[str], list[Node]]:
     """`planned`, for a graph of which no plan is remembered."""
-    made = plan(roots, list(params.values()), ordinary, graph=graph)
-    check_reached(made.tape, params)
-    _refuse_module_hooks(made)
-    tape, samples = _everything_below(roots, made) if independent else (made.tape, made.samples)
-    meeting = interactions(tape, samples, thoroughly=independent)
+    with differentiable(False):  # what is asked of the data decides on layouts, and on nothing else
+        made = plan(roots, list(params.values()), ordinary, graph=graph)
+        check_reached(made.tape, params)
+        _refuse_module_hooks(made)
+        tape, samples = _everything_below(roots, made) if independent else (made.tape, made.samples)
+        meeting = interactions(tape, samples, thoroughly=independent)
     if not meeting:
         bundle_up(made)
     return made, meeting, _unseen(tape) if independent else []
@@ -218,7 +223,10 @@ def capture(
 
 def _one_sample(roots: Roots, params: Mapping[str, Tensor], sink: Sink, retain_graph: bool) -> None:
     """One sample needs only an ordinary backward; the graph is read all the same, to refuse hidden parameters."""
-    check_reached(roots.tape(params.values()), params)
+    tape = roots.tape(params.values())
+    check_reached(tape, params)
+    if is_differentiable():
+        refuse_once_differentiable(roots, tape)
     grads = roots.backward([slot_of(p) for p in params.values()], retain_graph=retain_graph)
     for name, g in zip(params, grads, strict=True):
         if g is not None:

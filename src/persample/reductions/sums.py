@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..factors import Factor
+from ..kernels.differentiable import detached_by_default, is_differentiable
 from ..kernels.pages import fresh
 from .base import Call, Reduction
 
@@ -30,10 +31,15 @@ class Stack(Reduction):
 
     def start(self, call: Call) -> None:
         self._call = call
+        if self.out is not None and is_differentiable():
+            raise ValueError("out= cannot be written with create_graph=True, as the graph keeps what it holds: drop one")
         self._buffers = {} if self.out is None else _checked_buffers(self.out, call)
         self._stacks: dict[str, Tensor] = {}
 
     def add(self, name: str, factor: Factor) -> None:
+        if is_differentiable():
+            self._stacks[name] = factor.stack().clone()  # which may lie in the memory of another's cotangent
+            return
         self._stacks[name] = factor.stack(self._buffers[name] if self._buffers else self._new(name))
 
     def result(self) -> Any:
@@ -88,7 +94,7 @@ class WeightedSum(Reduction):
         self.sums: dict[str, Tensor] = {}
 
     def add(self, name: str, factor: Factor) -> None:
-        weights = self.weights.detach().to(factor.device)
+        weights = detached_by_default(self.weights).to(factor.device)
         self.sums[name] = factor.weighted_sum(weights, self._call.space).to(factor.dtype)
 
     def result(self) -> Any:

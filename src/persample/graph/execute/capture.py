@@ -22,6 +22,7 @@ from torch import Tensor
 from ..._errors import UnsupportedError
 from ...factors import Dense, Factor, Masked, Part, combine, split
 from ...kernels.certificates import is_traced
+from ...kernels.differentiable import carrying_mode, grad_mode
 from ...kernels.streams import Streams
 from ...numberless import NoNumbers
 from ..compiled.entry import Whole, whole
@@ -90,7 +91,7 @@ class Capture:
         handles = births.hook()
         for number, use in self.pending.items():
             if use.passed:
-                consume = streams.noting(partial(self._consume, number))
+                consume = streams.noting(carrying_mode(partial(self._consume, number)))
                 handles.append(self.tape.node(number).register_prehook(consume))
         for gathering in gathered:
             handles += gathering.hook(streams)
@@ -102,7 +103,7 @@ class Capture:
         streams.join()
         births.check(cotangents)
         self._check_unchanged()
-        with torch.no_grad():
+        with grad_mode():
             for use, gathering in zip(several, gathered, strict=True):
                 self._consume_several(use, gathering.end())
             if any(saved.in_checkpoint(self.tape.node(number)) for number in self._left()):

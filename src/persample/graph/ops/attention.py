@@ -18,7 +18,11 @@ def attention(site: Site, k: int, layouts: Layouts) -> Outcome:
     return keep(layout, shape, target, of_same_size(shape, target, leading(shape, 2)))
 
 
-_attention = partial(op, flow={0: attention, 1: attention, 2: attention})
+_attention = partial(
+    op,
+    flow={0: attention, 1: attention, 2: attention},
+    once="compute it inside torch.nn.attention.sdpa_kernel(SDPBackend.MATH)",
+)
 
 _attention(
     "ScaledDotProductFlashAttentionForCpu",

@@ -205,4 +205,11 @@ def _present(counts: Sequence[int], device: torch.device) -> Tensor:
     return torch.arange(counts[0], device=device) < torch.tensor(counts, device=device).unsqueeze(1)
 
 
-op("CudnnRnn MiopenRnn LstmMps", flow={EVERY: sequences}, rule=layers, all_cotangents=True, mixes=mixes)
+op(
+    "CudnnRnn MiopenRnn LstmMps",
+    flow={EVERY: sequences},
+    rule=layers,
+    all_cotangents=True,
+    mixes=mixes,
+    once="run the layer inside torch.backends.cudnn.flags(enabled=False)",
+)

@@ -137,5 +137,6 @@ op(
     rule=lstm,
     all_cotangents=True,
     instead=without_weight_sums,
+    once="run the layer inside torch.backends.mkldnn.flags(enabled=False), or in float64",
     mixed_dims=mixed_dims,
 )

@@ -90,6 +90,8 @@ class Op:
     through: Mapping[int, Through] = field(default_factory=dict)
     pull: Callable[[Site, Tensor], dict[int, Factor]] | None = None  # the factors of all operands, from one stack
     vmap: bool = False  # its backward was seen to give the same numbers under vmap as in a loop
+    # What to do instead, where PyTorch cannot differentiate its backward.
+    once: str | None = None
     # What kind of op it is.
     pointwise: bool = False  # elementwise: the result has the operands' shape, but for broadcasting
     product: Product | None = None

@@ -6,7 +6,7 @@ with something made from x.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,7 +16,7 @@ from ..geometry import Geometry
 from ..library import convolution, weight_gradient
 from .patches import matrices, padded, samples_per_step, windows
 
-__all__ = ["KERNELS"]
+__all__ = ["KERNELS", "differentiable_gradients"]
 
 _FRESH_BYTES = 2**22  # a larger block may be new pages every time
 _VECTOR, _FEW_COLUMNS = 8, 64  # elements; products of narrower matrices gain by rows of whole vectors
@@ -95,6 +95,14 @@ def _multiply(dy: Tensor, right: Tensor, out: Tensor) -> None:
         out.copy_(torch.bmm(right, dy.mT).mT)
     else:
         torch.bmm(dy, right.mT, out=out)
+
+
+def differentiable_gradients(x: Tensor, dy: Tensor, shape: Sequence[int], geometry: Geometry) -> Tensor:
+    """(1), of shape (B, Cout, Cin/G, *k), by ops that can be differentiated: nothing is written in place."""
+    kernel, rows = shape[3:], shape[0] * geometry.groups
+    x = padded(x, kernel, dy.shape[3:], geometry)
+    patches = windows(x, kernel, geometry).reshape(rows, math.prod(shape[2:]), -1)
+    return torch.bmm(matrices(dy, rows), patches.mT).view(*shape)
 
 
 def _steps(samples: int, step: int) -> Iterator[slice]:
