@@ -62,8 +62,8 @@ def check_differentiable(leaves: Leaves, ranks: Ranks | None) -> None:
         )
     if leaves.sharded:
         raise UnsupportedError(
-            f"parameters {leaves.sharded} are sharded, and their full weights are gone when results are differentiated: "
-            f"use create_graph=True with a model that is not sharded (DDP)"
+            f"parameters {leaves.sharded} are sharded, and full weights are gone when results are differentiated: use "
+            f"create_graph=True with a model that is not sharded"
         )
 
 

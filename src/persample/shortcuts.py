@@ -82,7 +82,8 @@ def clipped_sum(
         max_norm: the bound, or one for each parameter or group of ``per``.
         per: what is clipped together: None for everything, "parameter", or groups that hold every parameter once.
         nonfinite: "raise" names the samples whose gradients are infinite or NaN, "drop" leaves them out.
-        options: ``retain_graph``, ``create_graph``, ``independent``, ``max_memory`` and ``process_group``, as for ``ps.reduce``.
+        options: ``retain_graph``, ``create_graph``, ``independent``, ``max_memory`` and ``process_group``, as for
+            ``ps.reduce``.
 
     Returns:
         One tensor like each parameter, in the parameters' container; its ``clipping`` holds the norms, the weights and
@@ -104,7 +105,8 @@ def second_moment(losses: Tensor, params: Params, **options: Unpack[Options]) ->
     Args:
         losses: one loss per sample, of shape (B,), with its graph.
         params: an ``nn.Module``, a mapping from names to leaf tensors, or a sequence.
-        options: ``retain_graph``, ``create_graph``, ``independent``, ``max_memory`` and ``process_group``, as for ``ps.reduce``.
+        options: ``retain_graph``, ``create_graph``, ``independent``, ``max_memory`` and ``process_group``, as for
+            ``ps.reduce``.
 
     Returns:
         One tensor like each parameter, in the parameters' container; NaN for an empty batch.
@@ -126,7 +128,8 @@ def variance(losses: Tensor, params: Params, *, correction: int = 1, **options: 
         losses: one loss per sample, of shape (B,), with its graph.
         params: an ``nn.Module``, a mapping from names to leaf tensors, or a sequence.
         correction: the sum of squares is divided by B - correction.
-        options: ``retain_graph``, ``create_graph``, ``independent``, ``max_memory`` and ``process_group``, as for ``ps.reduce``.
+        options: ``retain_graph``, ``create_graph``, ``independent``, ``max_memory`` and ``process_group``, as for
+            ``ps.reduce``.
 
     Returns:
         One tensor like each parameter, in the parameters' container; NaN if B is not above ``correction``.

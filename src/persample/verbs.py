@@ -74,7 +74,7 @@ def grad(
         params: an ``nn.Module`` (its trainable parameters), a mapping from names to leaf tensors, or a sequence.
         out: buffers from an earlier call, to be written again instead of allocating new ones.
         retain_graph: keep the graph for another backward, as in ``torch.autograd.grad``.
-        create_graph: let the results be differentiated again, as in ``torch.autograd.grad``: docs/second-derivatives.md.
+        create_graph: let results be differentiated again, as in ``torch.autograd.grad``; the graph is kept.
         independent: raise ``InteractionError`` if one sample's loss is seen to depend on another sample.
 
     Returns:
@@ -83,7 +83,9 @@ def grad(
         more cannot be made larger (``resize_``), as it is not from PyTorch's allocator.
     """
     stacks: dict[str, Tensor] | tuple[Tensor, ...]
-    (stacks,) = reduce(losses, params, Stack(out), retain_graph=retain_graph, create_graph=create_graph, independent=independent)
+    (stacks,) = reduce(
+        losses, params, Stack(out), retain_graph=retain_graph, create_graph=create_graph, independent=independent
+    )
     return stacks
 
 
@@ -113,7 +115,7 @@ def reduce(
         reductions: what to compute: `Norms`, `ClippedSum`, `WeightedSum`, `SecondMoment`, `Variance`, `Gram`, `Dot`,
             `Project`, `Stack`, or a `Reduction` of your own.
         retain_graph: keep the graph for another backward, as in ``torch.autograd.grad``.
-        create_graph: let the results be differentiated again, as in ``torch.autograd.grad``: docs/second-derivatives.md.
+        create_graph: let results be differentiated again, as in ``torch.autograd.grad``; the graph is kept.
         independent: raise ``InteractionError`` if one sample's loss is seen to depend on another sample.
         max_memory: bytes that may be spent on gradients written out, for a few samples at a time and, beside them, kept
             to be used again where that takes more than the inputs and cotangents they are made from; by default about

@@ -110,7 +110,9 @@ def _cells(function: Any) -> Iterator[object]:
     yield from getattr(function, "__defaults__", None) or ()
 
 
-def verbs(losses: Tensor, params: Params, direction: Sequence[Tensor], **options: Any) -> Iterator[tuple[str, list[Tensor]]]:
+def verbs(
+    losses: Tensor, params: Params, direction: Sequence[Tensor], **options: Any
+) -> Iterator[tuple[str, list[Tensor]]]:
     """What every verb answers, as a list of tensors."""
     make: dict[str, Callable[[], Any]] = {
         "grad": lambda: ps.grad(losses, params, create_graph=True, **options),
@@ -119,7 +121,13 @@ def verbs(losses: Tensor, params: Params, direction: Sequence[Tensor], **options
         "dot": lambda: ps.dot(losses, params, direction, create_graph=True, **options),
         "gram": lambda: ps.gram(losses, params, create_graph=True, **options),
         "moments": lambda: ps.reduce(
-            losses, params, ps.SecondMoment(), ps.Variance(), ps.WeightedSum(weights(losses)), create_graph=True, **options
+            losses,
+            params,
+            ps.SecondMoment(),
+            ps.Variance(),
+            ps.WeightedSum(weights(losses)),
+            create_graph=True,
+            **options,
         ),
     }
     for name, answer in make.items():

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.devices import can_look, has_fast_float64, launches_cost
-from ..kernels.gram import BLOCK, terms_in
 from ..kernels.differentiable import is_differentiable
+from ..kernels.gram import BLOCK, terms_in
 from ..kernels.norms import root, row_norms, wide, widest
 from .base import Factor, Selection, Shape
 from .integer_sums import STACK_ELEMENTS, STACK_POSITIONS, IntegerSum, ProductSum

@@ -32,6 +32,7 @@ from .read.nodes import NodeSlot, is_opaque, op_name
 from .read.notes import noting
 from .read.roots import Roots, slot_of
 from .read.saved import is_torchs
+from .read.site import Sites
 from .read.tape import Graph, Slot, Tape
 from .remember import key_of, recall, remember
 
@@ -108,7 +109,7 @@ def capture_from(
     elif unseen and not trust_unseen:
         _refuse_unseen(unseen)
     if is_differentiable():
-        refuse_once_differentiable(roots, made.tape)
+        refuse_once_differentiable(roots, made.tape, made.samples.sites)
     if tell_bytes is not None:
         tell_bytes(made.activations * roots.itemsize)
     running = Capture(made, roots, params, sink, ordinary, at_once)
@@ -226,7 +227,7 @@ def _one_sample(roots: Roots, params: Mapping[str, Tensor], sink: Sink, retain_g
     tape = roots.tape(params.values())
     check_reached(tape, params)
     if is_differentiable():
-        refuse_once_differentiable(roots, tape)
+        refuse_once_differentiable(roots, tape, Sites(tape))
     grads = roots.backward([slot_of(p) for p in params.values()], retain_graph=retain_graph)
     for name, g in zip(params, grads, strict=True):
         if g is not None:

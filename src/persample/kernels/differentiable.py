@@ -16,7 +16,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["carrying_mode", "differentiable", "grad_mode", "is_differentiable", "detached_by_default"]
+__all__ = ["carrying_mode", "detached_by_default", "differentiable", "grad_mode", "is_differentiable"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -54,7 +54,7 @@ def detached_by_default(t: Tensor) -> Tensor:
 
 
 def carrying_mode(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, to be called by any thread as if by this one: the engine has threads of its own for accelerators."""
+    """The function, to be called by any thread as if by this one: the engine has its own for accelerators."""
     if not is_differentiable():
         return function
 

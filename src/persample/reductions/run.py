@@ -88,7 +88,11 @@ class Run:
             return factor
         if not self._has_room(factor, waits=self._keeps_factors):
             return factor
-        out = None if faking() or is_differentiable() else recycled((factor.batch, *factor.shape), factor.dtype, factor.device)
+        out = (
+            None
+            if faking() or is_differentiable()
+            else recycled((factor.batch, *factor.shape), factor.dtype, factor.device)
+        )
         return Dense(factor.stack(out))
 
     def _has_room(self, factor: Factor, *, waits: bool) -> bool:

@@ -32,7 +32,9 @@ class Stack(Reduction):
     def start(self, call: Call) -> None:
         self._call = call
         if self.out is not None and is_differentiable():
-            raise ValueError("out= cannot be written with create_graph=True, as the graph keeps what it holds: drop one")
+            raise ValueError(
+                "out= cannot be written with create_graph=True, as the graph keeps what it holds: drop one"
+            )
         self._buffers = {} if self.out is None else _checked_buffers(self.out, call)
         self._stacks: dict[str, Tensor] = {}
 

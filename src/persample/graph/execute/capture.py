@@ -16,7 +16,6 @@ from functools import partial
 from math import prod
 from weakref import ref
 
-import torch
 from torch import Tensor
 
 from ..._errors import UnsupportedError

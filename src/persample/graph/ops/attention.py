@@ -7,7 +7,7 @@ from functools import partial
 from ..layout import Outcome
 from ..read.site import Site
 from .dims import keep, leading, of_same_size, only
-from .table import Aten, Layouts, Undecided, op
+from .table import Aten, Layouts, Undecided, always, op
 
 
 def attention(site: Site, k: int, layouts: Layouts) -> Outcome:
@@ -21,7 +21,7 @@ def attention(site: Site, k: int, layouts: Layouts) -> Outcome:
 _attention = partial(
     op,
     flow={0: attention, 1: attention, 2: attention},
-    once="compute it inside torch.nn.attention.sdpa_kernel(SDPBackend.MATH)",
+    once=always("compute it inside torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"),
 )
 
 _attention(

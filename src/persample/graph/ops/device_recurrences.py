@@ -21,7 +21,7 @@ from ..layout import NOBODY, Flow, Layout, Outcome, Shape, carry, join, labels, 
 from ..read.saved import unpacked_often
 from ..read.site import Site
 from ..sample_rows import SampleRows
-from .table import EVERY, Layouts, op
+from .table import EVERY, Layouts, always, op
 from .use import Use
 
 # Where the samples lie among the sequences.
@@ -211,5 +211,5 @@ op(
     rule=layers,
     all_cotangents=True,
     mixes=mixes,
-    once="run the layer inside torch.backends.cudnn.flags(enabled=False)",
+    once=always("run the layer inside torch.backends.cudnn.flags(enabled=False)"),
 )

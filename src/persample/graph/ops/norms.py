@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from math import prod
 from typing import Any
@@ -90,7 +90,7 @@ def _channels(use: Use) -> Shape:
     return (use.g.shape[1], *[1] * (use.g.ndim - 2))
 
 
-def _normalised_again(x: Tensor, dims: Sequence[int], rstd: Tensor, *, centred: bool = True) -> tuple[Tensor, Tensor]:
+def _normalised_again(x: Tensor, dims: list[int], rstd: Tensor, *, centred: bool = True) -> tuple[Tensor, Tensor]:
     """x less its mean, and one over its deviation, with their graphs; what was added to the variance follows.
 
     The statistics that ops save have none.
@@ -207,7 +207,8 @@ def _norms_of_weight(site: Site) -> Tensor:
         return site.tensor("result1")
     v = site.tensor("v")
     kept = site.number("dim") % v.ndim
-    return torch.linalg.vector_norm(v, dim=[d for d in range(v.ndim) if d != kept], dtype=wide(v.dtype))
+    norms: Tensor = torch.linalg.vector_norm(v, dim=[d for d in range(v.ndim) if d != kept], dtype=wide(v.dtype))
+    return norms
 
 
 def through_weight_norm(site: Site, k: int, factor: Factor) -> Factor | None:

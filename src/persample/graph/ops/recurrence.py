@@ -21,7 +21,7 @@ from ..read.traverse import leading_to
 from ..sample_rows import SampleRows
 from .answers import LstmAnswer, Outputs
 from .dims import follow
-from .table import Layouts, op
+from .table import Layouts, always, op
 from .use import Use
 
 
@@ -137,6 +137,6 @@ op(
     rule=lstm,
     all_cotangents=True,
     instead=without_weight_sums,
-    once="run the layer inside torch.backends.mkldnn.flags(enabled=False), or in float64",
+    once=always("run the layer inside torch.backends.mkldnn.flags(enabled=False), or in float64"),
     mixed_dims=mixed_dims,
 )

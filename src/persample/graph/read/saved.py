@@ -22,7 +22,7 @@ from torch.autograd.graph import Node
 from torch.utils.checkpoint import _Holder
 
 # Modules of this folder ask about nodes here, whatever they want to know.
-from ...kernels.differentiable import carrying_mode, is_differentiable, detached_by_default
+from ...kernels.differentiable import carrying_mode, detached_by_default, is_differentiable
 from ...numberless import has_numbers, storage_of
 from ...python_nodes import function_of as function_of
 from ...python_nodes import is_custom as is_custom
