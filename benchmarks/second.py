@@ -2,7 +2,7 @@
 
 Every way computes the sum of the squared norms of some gradients, and its derivative with respect to the weights, from
 the forward pass on. ``double`` is PyTorch's own double backward of the summed loss: one gradient for the whole batch.
-The others have one for every sample: ``norms`` and ``grad`` of this package, and ``torch.func``. Attention and LSTMs run
+The others have one for every sample: verbs of this package, and ``torch.func``. Attention and LSTMs run
 without the fused kernels, whose backward PyTorch cannot differentiate. All ways take turns on one thread, and CPU time
 is what counts.
 """
@@ -91,7 +91,8 @@ def measured(name: str, rounds: int, budget: float, ways: Sequence[str], batch: 
     task, others, found = WORKLOADS[name].build(batch), environment.Others(), {way: list[float]() for way in ways}
     with ExitStack() as stack:
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        stack.enter_context(torch.backends.mkldnn.flags(enabled=name.rpartition("-")[2] != "lstm"))
+        if name.rpartition("-")[2] == "lstm":
+            stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
         penalties = {way: WAYS[way](task) for way in ways}
         for penalty in penalties.values():
             seconds(task, penalty)

@@ -123,8 +123,16 @@ class Convolution(Factor):
         if self._asks_ops:
             return _ops.convolution_norms(*self._as_arguments, space.limit, False)  # type: ignore[no-any-return]
         if is_differentiable():
-            return row_norms(self.stack())
+            return self._differentiable_norms(space)
         return self.NORMS[choose(self._sizes, "norms")](self, space)
+
+    def _differentiable_norms(self, space: Workspace) -> Tensor:
+        """All samples at once: what is written on the way is kept for another backward in any case."""
+        way = choose(self._sizes, "norms")
+        if way == "patches":
+            left, right = as_matrices(*self.upcast()._sides, self.size, self.geometry, None)
+            return norms_from_gram(self, [(left, right)], self.geometry.groups, space)
+        return self._norms_by_pixels(space) if way == "pixels" else row_norms(self.stack())
 
     def _norms_by_stack(self, space: Workspace) -> Tensor:
         """Norms of gradients that are written out, for so few samples at a time that caches hold them."""
@@ -179,6 +187,10 @@ class Convolution(Factor):
         "patches": _norms_by_patches,
         "pixels": _norms_by_pixels,
     }
+
+    @property
+    def _sides(self) -> tuple[Tensor, Tensor]:
+        return self.x, self.dy
 
     def _matrices(self, out: Tensor) -> tuple[Tensor, Tensor]:
         """Cotangents and unfolded inputs as matrices, the latter in the memory of ``out``."""

@@ -103,7 +103,8 @@ class Outer(Factor):
         left = self.left.mT
         if out is not None and (not out.is_contiguous() or out.dtype != self.dtype or is_differentiable()):
             return out.copy_(self.stack())
-        if self.positions == 1 and self.left.ndim == 3:  # a broadcast product reads and writes once
+        # A broadcast product reads and writes once; its derivative would write it out twice more.
+        if self.positions == 1 and self.left.ndim == 3 and not is_differentiable():
             result = torch.mul(left, self.right, out=out) if out is not None else left * self.right
         elif out is not None:
             multiply = torch.bmm if left.ndim == 3 else torch.matmul  # the latter copies

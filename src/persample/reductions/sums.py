@@ -11,6 +11,7 @@ from torch import Tensor
 from ..factors import Factor
 from ..kernels.differentiable import detached_by_default, is_differentiable
 from ..kernels.pages import fresh
+from ..numberless import storage_of
 from .base import Call, Reduction
 
 Buffers = Mapping[str, Tensor] | Sequence[Tensor]
@@ -40,7 +41,9 @@ class Stack(Reduction):
 
     def add(self, name: str, factor: Factor) -> None:
         if is_differentiable():
-            self._stacks[name] = factor.stack().clone()  # which may lie in the memory of another's cotangent
+            stack = factor.stack()
+            shared = storage_of(stack) in map(storage_of, factor.tensors)  # with cotangents, and perhaps other results
+            self._stacks[name] = stack.clone() if shared else stack
             return
         self._stacks[name] = factor.stack(self._buffers[name] if self._buffers else self._new(name))
 

@@ -48,7 +48,7 @@ def weight_per_sample(
         if not x.numel() or not dy.numel():
             return x.new_zeros(shape) if out is None else out.zero_()
         if is_differentiable():
-            result = differentiable_gradients(x.to(dtype), dy.to(dtype), shape, geometry).to(x.dtype)
+            result = differentiable_gradients(name, x.to(dtype), dy.to(dtype), shape, geometry).to(x.dtype)
             return result if out is None else out.copy_(result)
         fits = out is not None and out.is_contiguous() and out.dtype == dtype
         target = out if out is not None and fits else x.new_empty(shape, dtype=dtype)
