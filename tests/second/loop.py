@@ -115,7 +115,7 @@ def verbs(
 ) -> Iterator[tuple[str, list[Tensor]]]:
     """What every verb answers, as a list of tensors."""
     make: dict[str, Callable[[], Any]] = {
-        "grad": lambda: ps.grad(losses, params, create_graph=True, **options),
+        "grad": lambda: ps.grad(losses, params, create_graph=True),
         "norms": lambda: ps.norms(losses, params, create_graph=True, **options),
         "clipped_sum": lambda: ps.clipped_sum(losses, params, 0.5, create_graph=True, **options),
         "dot": lambda: ps.dot(losses, params, direction, create_graph=True, **options),
