@@ -23,8 +23,14 @@ from .workloads import Task
 
 def vmap(task: Task) -> Contender:
     """``vmap(grad(loss))`` over the samples; forward and backward are one call."""
+    rows, params = rows_by_vmap(task)
+    params = {name: p.detach() for name, p in params.items()}
+    return Contender(lambda: None, lambda _: rows(params))
+
+
+def rows_by_vmap(task: Task) -> tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], dict[str, Tensor]]:
+    """A function from parameters to every sample's gradient, and the parameters of a model that suits it."""
     model = _for_vmap(task.model)
-    params = {name: p.detach() for name, p in model.named_parameters()}
 
     def loss(params: dict[str, Tensor], *sample: Tensor) -> Tensor:
         def call(*args: Tensor) -> Any:
@@ -33,7 +39,7 @@ def vmap(task: Task) -> Contender:
         return task.losses_fn(call, *(part[None] for part in sample))[0]
 
     rows = torch.func.vmap(grad(loss), in_dims=(None, *(0 for _ in task.inputs)))
-    return Contender(lambda: None, lambda _: rows(params, *task.inputs))
+    return lambda params: rows(params, *task.inputs), dict(model.named_parameters())
 
 
 def expanded(task: Task) -> Contender:

@@ -34,6 +34,16 @@ def test_curvature_is_that_of_other_libraries() -> None:
 
 
 @pytest.mark.slow
+def test_distilled_images_teach_more_than_real_ones() -> None:
+    """At least a tenth more of the test images are recognised."""
+    command = [sys.executable, str(ROOT / "examples" / "distilled_digits.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    real, distilled = map(int, re.findall(r"(\d+)%", done.stdout))
+    assert distilled >= real + 10
+
+
+@pytest.mark.slow
 def test_the_monitored_run_finds_wrong_labels() -> None:
     """At least a quarter of the images that stood out; one in ninety is wrong."""
     command = [sys.executable, str(ROOT / "examples" / "monitored_digits.py")]

@@ -58,6 +58,25 @@ def check_memory(max_memory: int | None) -> None:
         raise ValueError(f"max_memory must be a number of bytes, not {max_memory!r}")
 
 
+def check_differentiable(losses: Tensor, leaves: Leaves, ranks: Ranks | None) -> None:
+    """Refuse what cannot be differentiated again: sums over processes, and weights of which others hold parts."""
+    if losses.ndim > 1:
+        raise UnsupportedError(
+            f"create_graph=True takes one loss per sample, and these have shape {tuple(losses.shape)}: make one call "
+            f"for each position, losses[:, k], or take every loss for a sample, losses.flatten()"
+        )
+    if ranks is not None:
+        raise UnsupportedError(
+            "sums over the ranks of a process group cannot be differentiated: leave out process_group=, and add up the "
+            "derivatives of all ranks instead"
+        )
+    if leaves.sharded:
+        raise UnsupportedError(
+            f"parameters {leaves.sharded} are sharded, and full weights are gone when results are differentiated: use "
+            f"create_graph=True with a model that is not sharded"
+        )
+
+
 def refuse_shards(leaves: Leaves) -> None:
     """Refuse to accumulate a sum over this process's samples into a part of a parameter."""
     if leaves.sharded:

@@ -23,6 +23,7 @@ from .graph.compiled.entry import Whole
 from .graph.read.compiled import as_written, compiled_by_inductor, retraced
 from .kernels.certificates import is_traced, traced
 from .kernels.devices import looking
+from .kernels.differentiable import is_differentiable
 from .numberless import has_numbers, shapes_alone
 from .reductions import Call, ClippedSum, Gram, Norms, Reduction, Run, SecondMoment, Stack, Variance
 from .reductions.answers import Rebuild, differing, take_apart
@@ -95,7 +96,7 @@ class Fused:
         cls, run: Run, losses: Tensor, max_memory: int | None, *, as_sequence: bool, independent: bool
     ) -> Fused | None:
         """A call whose results are made of tensors and plain numbers alone; None of any other."""
-        if independent or run.call.ranks is not None or is_traced() or not has_numbers(losses):
+        if independent or run.call.ranks is not None or is_traced() or is_differentiable() or not has_numbers(losses):
             return None
         settings = [_settings(reduction) for reduction in run.given]
         if not settings or None in settings or _is_large(run):

@@ -42,7 +42,7 @@ class Several:
             return tuple([r.join(portions, whole) if to_join else portions[0] for r, to_join, portions in each])
 
     def portions(self, reductions: Sequence[Reduction], joined: Sequence[bool]) -> tuple[Call, list[list[Any]]]:
-        """The call for all losses, and what each reduction has of every portion: its result, if it is not ``joined``."""
+        """The call for all losses, and what each reduction has of every portion: its result, if not ``joined``."""
         whole = self._whole()
         given = [r.for_all(whole) if to_join else r for r, to_join in zip(reductions, joined, strict=True)]
         for reduction in given:

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 from torch import Tensor
 
-from .checks import boundary, check_losses, check_reductions
+from .checks import boundary, check_differentiable, check_losses, check_reductions
 from .distributed import Ranks, undisturbed
 from .graph.read.compiled import break_graph
 from .graph.read.nodes import share_nodes
+from .kernels.differentiable import differentiable
 from .params import Params, named
 from .reductions import ClippedSum, Dot, Gram, Norms, Project, Projection, SecondMoment, Stack, Variance
 from .reductions.clipping import Bounds
@@ -26,6 +27,7 @@ class Options(TypedDict, total=False):
     """What every verb takes as ``ps.reduce`` does."""
 
     retain_graph: bool
+    create_graph: bool
     independent: bool
     max_memory: int | None
     process_group: ProcessGroup | None
@@ -82,7 +84,7 @@ def norms(losses: Tensor, params: Params, *, per: Per = None, **options: Unpack[
         params: an ``nn.Module``, a mapping from names to leaf tensors, or a sequence.
         per: None for one norm over all parameters; "parameter" for one each, in the parameters' container; or groups:
             a list gives a tuple, a dict a dict. A group is a module, or a list of names, parameters or modules.
-        options: ``retain_graph``, ``independent`` and ``max_memory``, as for ``ps.reduce``.
+        options: ``retain_graph``, ``create_graph``, ``independent`` and ``max_memory``, as for ``ps.reduce``.
 
     Returns:
         One norm per loss: (B,) or (B, K…), or that per parameter or group, in float32 or wider.
@@ -117,7 +119,8 @@ def clipped_sum(
         max_norm: the bound, or one for each parameter or group of ``per``.
         per: what is clipped together: None for everything, "parameter", or groups that hold every parameter once.
         nonfinite: "raise" names the samples whose gradients are infinite or NaN, "drop" leaves them out.
-        options: ``retain_graph``, ``independent``, ``max_memory`` and ``process_group``, as for ``ps.reduce``.
+        options: ``retain_graph``, ``create_graph``, ``independent``, ``max_memory`` and ``process_group``, as for
+            ``ps.reduce``.
 
     Returns:
         One tensor like each parameter, in the parameters' container; its ``clipping`` holds the norms, the weights and
@@ -139,7 +142,8 @@ def second_moment(losses: Tensor, params: Params, **options: Unpack[Options]) ->
     Args:
         losses: one loss per sample, of shape (B,), or several, of shape (B, K…), with their graph.
         params: an ``nn.Module``, a mapping from names to leaf tensors, or a sequence.
-        options: ``retain_graph``, ``independent``, ``max_memory`` and ``process_group``, as for ``ps.reduce``.
+        options: ``retain_graph``, ``create_graph``, ``independent``, ``max_memory`` and ``process_group``, as for
+            ``ps.reduce``.
 
     Returns:
         One tensor like each parameter, in the parameters' container; NaN for an empty batch.
@@ -163,7 +167,8 @@ def variance(losses: Tensor, params: Params, *, correction: int = 1, **options: 
         losses: one loss per sample, of shape (B,), or several, of shape (B, K…), with their graph.
         params: an ``nn.Module``, a mapping from names to leaf tensors, or a sequence.
         correction: the sum of squares is divided by B - correction, where B counts all losses.
-        options: ``retain_graph``, ``independent``, ``max_memory`` and ``process_group``, as for ``ps.reduce``.
+        options: ``retain_graph``, ``create_graph``, ``independent``, ``max_memory`` and ``process_group``, as for
+            ``ps.reduce``.
 
     Returns:
         One tensor like each parameter, in the parameters' container; NaN if B is not above ``correction``.
@@ -185,7 +190,7 @@ def gram(losses: Tensor, params: Params, other: Tensor | None = None, **options:
         losses: one loss per sample, of shape (B,), or several, of shape (B, K…), with their graph.
         params: an ``nn.Module``, a mapping from names to leaf tensors, or a sequence.
         other: the losses of a second batch, to be compared with the first instead of the first with itself.
-        options: ``retain_graph``, ``independent`` and ``max_memory``, as for ``ps.reduce``.
+        options: ``retain_graph``, ``create_graph``, ``independent`` and ``max_memory``, as for ``ps.reduce``.
 
     Returns:
         (B, B), or (B, B') with ``other``. With several losses per sample, (B, K…, B, K…), the kernel between all of
@@ -198,9 +203,12 @@ def gram(losses: Tensor, params: Params, other: Tensor | None = None, **options:
     check_losses(other, several=True)
     check_reductions([Gram()], options.get("max_memory"), Ranks.of(options.get("process_group")))
     independent, max_memory = options.get("independent", False), options.get("max_memory")
-    keep_graph = options.get("retain_graph", False) or share_nodes(losses, other)
+    create_graph = options.get("create_graph", False)
+    keep_graph = create_graph or options.get("retain_graph", False) or share_nodes(losses, other)
     with undisturbed(losses, named(params), last=not keep_graph) as leaves:
-        with boundary(losses):
+        with boundary(losses), differentiable(create_graph):
+            if create_graph:
+                check_differentiable(losses, leaves, None)
             if losses.ndim > 1:
                 several = several_of(
                     losses, params, leaves.full, max_memory, retain_graph=keep_graph, independent=independent
@@ -230,7 +238,7 @@ def dot(losses: Tensor, params: Params, direction: Directions, **options: Unpack
         params: an ``nn.Module``, a mapping from names to leaf tensors, or a sequence.
         direction: one tensor like each parameter, in the parameters' container, or a sequence in their order; for k
             directions, each with one more dim at the front, of size k.
-        options: ``retain_graph``, ``independent`` and ``max_memory``, as for ``ps.reduce``.
+        options: ``retain_graph``, ``create_graph``, ``independent`` and ``max_memory``, as for ``ps.reduce``.
 
     Returns:
         (B,) or (B, K…), like the losses; with one more dim at the end, of size k, for k directions.
@@ -253,7 +261,7 @@ def project(losses: Tensor, params: Params, projection: Projection, **options: U
         losses: one loss per sample, of shape (B,), or several, of shape (B, K…), with their graph.
         params: an ``nn.Module``, a mapping from names to leaf tensors, or a sequence.
         projection: a `Projection`.
-        options: ``retain_graph``, ``independent`` and ``max_memory``, as for ``ps.reduce``.
+        options: ``retain_graph``, ``create_graph``, ``independent`` and ``max_memory``, as for ``ps.reduce``.
 
     Returns:
         (B, dim) or (B, K…, dim).

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import Tensor, nn
 
-from .checks import boundary, check_losses, check_memory, check_reductions, refuse_shards
+from .checks import boundary, check_differentiable, check_losses, check_memory, check_reductions, refuse_shards
 from .distributed import Ranks, accumulate, undisturbed
 from .fused import Fused
 from .graph.entry import capture_into
@@ -19,6 +19,7 @@ from .graph.execute.capture import AtOnce
 from .graph.read.compiled import break_graph
 from .graph.read.roots import Roots, slot_of
 from .graph.read.saved import late_hooks
+from .kernels.differentiable import differentiable
 from .params import Params, named, pack
 from .reductions import ClippedSum, Clipping, Reduction, Run, Stack
 from .reductions.sums import Buffers
@@ -35,6 +36,7 @@ def grad(
     *,
     out: Buffers | None = None,
     retain_graph: bool = False,
+    create_graph: bool = False,
     independent: bool = False,
 ) -> dict[str, Tensor]: ...
 @overload
@@ -44,6 +46,7 @@ def grad(
     *,
     out: Buffers | None = None,
     retain_graph: bool = False,
+    create_graph: bool = False,
     independent: bool = False,
 ) -> tuple[Tensor, ...]: ...
 @break_graph
@@ -53,6 +56,7 @@ def grad(
     *,
     out: Buffers | None = None,
     retain_graph: bool = False,
+    create_graph: bool = False,
     independent: bool = False,
 ) -> dict[str, Tensor] | tuple[Tensor, ...]:
     """The gradient of every single loss with respect to every parameter.
@@ -73,6 +77,7 @@ def grad(
         params: an ``nn.Module`` (its trainable parameters), a mapping from names to leaf tensors, or a sequence.
         out: buffers from an earlier call, to be written again instead of allocating new ones.
         retain_graph: keep the graph for another backward, as in ``torch.autograd.grad``.
+        create_graph: let results be differentiated again, as in ``torch.autograd.grad``; the graph is kept.
         independent: raise ``InteractionError`` if one sample's loss is seen to depend on another sample.
 
     Returns:
@@ -81,7 +86,9 @@ def grad(
         4 MB or more cannot be made larger (``resize_``), as it is not from PyTorch's allocator.
     """
     stacks: dict[str, Tensor] | tuple[Tensor, ...]
-    (stacks,) = reduce(losses, params, Stack(out), retain_graph=retain_graph, independent=independent)
+    (stacks,) = reduce(
+        losses, params, Stack(out), retain_graph=retain_graph, create_graph=create_graph, independent=independent
+    )
     return stacks
 
 
@@ -91,6 +98,7 @@ def reduce(
     params: Params,
     *reductions: Reduction,
     retain_graph: bool = False,
+    create_graph: bool = False,
     independent: bool = False,
     max_memory: int | None = None,
     process_group: ProcessGroup | None = None,
@@ -110,6 +118,7 @@ def reduce(
         reductions: what to compute: `Norms`, `ClippedSum`, `WeightedSum`, `SecondMoment`, `Variance`, `Gram`, `Dot`,
             `Project`, `Stack`, or a `Reduction` of your own.
         retain_graph: keep the graph for another backward, as in ``torch.autograd.grad``.
+        create_graph: let results be differentiated again, as in ``torch.autograd.grad``; the graph is kept.
         independent: raise ``InteractionError`` if one sample's loss is seen to depend on another sample.
         max_memory: bytes that may be spent on gradients written out, for a few samples at a time and, beside them, kept
             to be used again where that takes more than the inputs and cotangents they are made from; by default about
@@ -126,7 +135,14 @@ def reduce(
     check_reductions(reductions, max_memory, ranks)
     tensors = named(params)
     check_losses(losses, several=True)
-    with boundary(losses), undisturbed(losses, tensors, last=not retain_graph) as leaves:
+    retain_graph = retain_graph or create_graph
+    with (
+        boundary(losses),
+        undisturbed(losses, tensors, last=not retain_graph) as leaves,
+        differentiable(create_graph),
+    ):
+        if create_graph:
+            check_differentiable(losses, leaves, ranks)
         if losses.ndim > 1:
             return several_of(
                 losses, params, leaves.full, max_memory, ranks, retain_graph=retain_graph, independent=independent

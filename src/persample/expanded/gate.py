@@ -236,8 +236,8 @@ class _Gate(torch.autograd.Function):
         recording, keep = ctx.recording, keeps_graph()
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "per-sample gradients of a call cannot be differentiated again (create_graph=True): use ps.grad's "
-                "definition, torch.autograd.grad(losses[i], params, create_graph=True), for gradients of gradients"
+                "per-sample gradients of a call cannot be differentiated again (create_graph=True): use "
+                "ps.grad(losses, module, create_graph=True) for gradients of gradients"
             )
         if recording is None:
             raise RuntimeError(

@@ -15,6 +15,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from ..kernels.differentiable import is_differentiable
 from ..kernels.norms import row_norms, wide, widest
 from .integer_sums import IntegerSum, StackSum
 from .limits import Unit, norm_error, roundoff
@@ -134,6 +135,8 @@ class Factor(ABC):
         """(B, B'): the inner product of every gradient with each of another factor's."""
         space = space or Workspace()
         dtype = wide(self.dtype).to_real()
+        if is_differentiable():
+            return real_rows(self.stack()) @ real_rows(other.stack()).to(dtype).t()
         products = torch.empty(self.batch, other.batch, dtype=dtype, device=self.device)
         if self.stack_bytes > space.limit and self._gram_by_elements(other, space, products):
             return products

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from ..kernels.devices import can_look
+from ..kernels.differentiable import is_differentiable
 from ..kernels.gram import trusted_norms
 from ..kernels.norms import row_norms, wide, widest
 from .base import Factor, Selection, Shape
 from .limits import roundoff
 from .outer import Outer
+from .stacks import copied_to
 from .workspace import Workspace
 
 
@@ -45,6 +47,8 @@ class ByRows(Factor):
 
     def stack(self, out: Tensor | None = None) -> Tensor:
         scales = self.scales.reshape(self.batch, -1, *[1] * (self.rows.ndim - 1))
+        if is_differentiable():
+            return copied_to(out, scales * self.rows)
         return torch.mul(scales, self.rows, out=out)
 
     def upcast(self, dtype: torch.dtype | None = None) -> Factor:

@@ -25,6 +25,7 @@ from ..kernels.convolution import (
     weight_per_sample,
     weight_summed,
 )
+from ..kernels.differentiable import is_differentiable
 from ..kernels.gram import ROWS, terms_in
 from ..kernels.graph_ops import asks_ops
 from ..kernels.norms import row_norms, wide
@@ -65,7 +66,7 @@ class Convolution(Factor):
         return Convolution(self.x[samples], self.dy[samples], self.size, self.geometry)
 
     def stack(self, out: Tensor | None = None) -> Tensor:
-        if out is not None and (not out.is_contiguous() or out.dtype != self.dtype):
+        if out is not None and (not out.is_contiguous() or out.dtype != self.dtype or is_differentiable()):
             return out.copy_(self.stack())
         if self._asks_ops:
             return copied_to(out, _ops.convolution_stack(*self._as_arguments))
@@ -121,7 +122,17 @@ class Convolution(Factor):
     def _compute_norms(self, space: Workspace) -> Tensor:
         if self._asks_ops:
             return _ops.convolution_norms(*self._as_arguments, space.limit, False)  # type: ignore[no-any-return]
+        if is_differentiable():
+            return self._differentiable_norms(space)
         return self.NORMS[choose(self._sizes, "norms")](self, space)
+
+    def _differentiable_norms(self, space: Workspace) -> Tensor:
+        """All samples at once: what is written on the way is kept for another backward in any case."""
+        way = choose(self._sizes, "norms")
+        if way == "patches":
+            left, right = as_matrices(*self.upcast()._sides, self.size, self.geometry, None)
+            return norms_from_gram(self, [(left, right)], self.geometry.groups, space)
+        return self._norms_by_pixels(space) if way == "pixels" else row_norms(self.stack())
 
     def _norms_by_stack(self, space: Workspace) -> Tensor:
         """Norms of gradients that are written out, for so few samples at a time that caches hold them."""
@@ -176,6 +187,10 @@ class Convolution(Factor):
         "patches": _norms_by_patches,
         "pixels": _norms_by_pixels,
     }
+
+    @property
+    def _sides(self) -> tuple[Tensor, Tensor]:
+        return self.x, self.dy
 
     def _matrices(self, out: Tensor) -> tuple[Tensor, Tensor]:
         """Cotangents and unfolded inputs as matrices, the latter in the memory of ``out``."""

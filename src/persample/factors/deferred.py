@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from ..kernels.devices import can_look
+from ..kernels.differentiable import is_differentiable
 from ..kernels.norms import wide
 from .base import Factor, Selection, Shape
 from .integer_sums import STACK_ELEMENTS, STACK_POSITIONS, ChunkedSum, IntegerSum
 from .limits import Unit, roundoff
 from .outer import Outer, prefers_stack
+from .stacks import copied_to
 from .workspace import Workspace
 
 
@@ -64,6 +66,8 @@ class Deferred(Factor):
         return ((some, self._make(some)) for some in self._slices())
 
     def stack(self, out: Tensor | None = None) -> Tensor:
+        if is_differentiable():
+            return copied_to(out, torch.cat([part.stack() for _, part in self._parts()]))
         if out is None:
             out = torch.empty(self.batch, *self.shape, dtype=self.dtype, device=self.device)
         for some, part in self._parts():

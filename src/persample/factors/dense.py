@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from ..kernels.devices import can_look, launches_cost
+from ..kernels.differentiable import detached_by_default
 from ..kernels.library import copied_at_once
-from ..kernels.norms import row_norms, wide, widest
+from ..kernels.norms import root, row_norms, wide, widest
 from .base import Factor, Selection, Shape
 from .precise import precise_stacks, recompute_cancelled
 from .stacks import copied_to, real_matrix, real_rows, separated
@@ -34,7 +35,7 @@ class Dense(Factor):
     def of_one(cls, gradient: Tensor) -> Dense:
         """The gradient of a batch of one sample."""
         dense = gradient if gradient.layout == torch.strided else gradient.to_dense()
-        return cls(dense.detach().unsqueeze(0))
+        return cls(detached_by_default(dense).unsqueeze(0))
 
     @property
     def batch(self) -> int:
@@ -230,9 +231,9 @@ class Masked(Factor):
         size = self.value.abs().to(widest(self.device))
         index = self.index.expand(self.shape).reshape(-1)
         largest = size.new_zeros(self._batch + 1)
-        largest.scatter_reduce_(0, torch.where(index < 0, self._batch, index), size.reshape(-1), "amax")
+        largest.scatter_reduce_(0, torch.where(index < 0, self._batch, index), size.detach().reshape(-1), "amax")
         scale = torch.where((largest > 0) & largest.isfinite(), largest, 1)
-        return self._per_sample((size / scale[self.index]).square()).sqrt() * scale[: self._batch]
+        return root(self._per_sample((size / scale[self.index]).square())) * scale[: self._batch]
 
     def weighted_sum(self, weights: Tensor, space: Workspace | None = None) -> Tensor:
         dtype = wide(self.dtype)

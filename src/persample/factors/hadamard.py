@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from ..kernels.devices import can_look
-from ..kernels.norms import wide, widest
+from ..kernels.differentiable import is_differentiable
+from ..kernels.norms import root, wide, widest
 from .base import Factor, Selection, Shape
 from .limits import roundoff
 from .outer import Outer
-from .stacks import squares
+from .stacks import copied_to, squares
 from .workspace import Workspace
 
 
@@ -38,6 +39,8 @@ class Hadamard(Factor):
         return Hadamard(self.base[samples], self.by)
 
     def stack(self, out: Tensor | None = None) -> Tensor:
+        if is_differentiable():
+            return copied_to(out, self.base.stack() * self.by)
         return torch.mul(self.base.stack(out), self.by, out=out)
 
     def elements(self, start: int, stop: int) -> Tensor | None:
@@ -70,7 +73,7 @@ class Hadamard(Factor):
         assert isinstance(outer, Outer)
         left, right = (t.squeeze(1).to(widest(self.device)).square() for t in (outer.left, outer.right))
         total = (left @ squares(self.by).to(left.dtype)).mul_(right).sum(1)
-        return total.sqrt_().mul_(abs(outer.scale))
+        return root(total) * abs(outer.scale)
 
     def term_norms(self) -> Tensor:
         return self.base.term_norms() * self._largest

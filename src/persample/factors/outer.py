@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ..kernels.devices import can_look, has_fast_float64, launches_cost
+from ..kernels.differentiable import is_differentiable
 from ..kernels.gram import BLOCK, terms_in
-from ..kernels.norms import row_norms, wide, widest
+from ..kernels.norms import root, row_norms, wide, widest
 from ..numberless import storage_of
 from .base import Factor, Selection, Shape
 from .integer_sums import STACK_ELEMENTS, STACK_POSITIONS, IntegerSum, ProductSum
@@ -140,9 +141,10 @@ class Outer(Factor):
 
     def stack(self, out: Tensor | None = None) -> Tensor:
         left = self.left.mT
-        if out is not None and (not out.is_contiguous() or out.dtype != self.dtype):
+        if out is not None and (not out.is_contiguous() or out.dtype != self.dtype or is_differentiable()):
             return out.copy_(self.stack())
-        if self.positions == 1 and self.left.ndim == 3:  # a broadcast product reads and writes once
+        # A broadcast product reads and writes once; its derivative would write it out twice more.
+        if self.positions == 1 and self.left.ndim == 3 and not is_differentiable():
             result = torch.mul(left, self.right, out=out) if out is not None else left * self.right
         elif out is not None:
             multiply = torch.bmm if left.ndim == 3 else torch.matmul  # the latter copies
@@ -213,7 +215,7 @@ class Outer(Factor):
             left, right = (t[some].to(widest(self.device)) for t in (self.left, self.right))
             squares = torch.matmul(left, left.mT).mul_(torch.matmul(right, right.mT)).sum((-2, -1))
             norms.append(squares.flatten(1).sum(1) if groups != 1 else squares.flatten())
-        return torch.cat(norms).clamp_(min=0).sqrt_().mul_(abs(self.scale))
+        return root(torch.cat(norms)) * abs(self.scale)
 
     def term_norms(self) -> Tensor:
         """Σ_t ‖l_t‖‖r_t‖ ≤ ‖l‖‖r‖."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.devices import can_look
-from ..kernels.norms import row_norms, wide
+from ..kernels.norms import root, row_norms, wide
 from ..kernels.rows import Segments, add_products, rows_summed
 from .base import Factor, Selection, Shape
 from .integer_sums import IntegerSum, RowsSum
@@ -146,10 +146,10 @@ class Rows(Factor):
             return torch.cat([self._norms_in_range(stack) for _, stack in stacks])
         sample, _, totals = self._row_gradients()
         each = self._norms_in_range(totals)
-        largest = each.new_zeros(self.batch).scatter_reduce_(0, sample, each, "amax")
+        largest = each.new_zeros(self.batch).scatter_reduce_(0, sample, each.detach(), "amax")
         scale = torch.where((largest > 0) & largest.isfinite(), largest, 1)
         squares = torch.zeros_like(scale).index_add_(0, sample, (each / scale[sample]).square())
-        return squares.sqrt() * scale
+        return root(squares) * scale
 
     def _norms_in_range(self, totals: Tensor) -> Tensor:
         """The norms of rows of totals in float32 or wider: infinite where one is in the gradients' dtype."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.devices import launches_cost
+from ..kernels.differentiable import is_differentiable
 from ..kernels.pages import recycled
 from ..numberless import faking
 
@@ -46,8 +47,8 @@ class Workspace:
         return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        """`take`, for results that can do without: None in a graph, which has its own ways with memory."""
-        return None if faking() else self.take(shape, dtype, device)
+        """`take`, for results that can do without: None in a graph, or if they are kept for one."""
+        return None if faking() or is_differentiable() else self.take(shape, dtype, device)
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """An uninitialised tensor, valid until the next one is taken."""

@@ -18,8 +18,10 @@ from ..distributed import is_sharded
 from ..factors import Dense, Factor, Masked, one_by_one
 from ..kernels.certificates import is_traced, usual_samples
 from ..kernels.devices import can_look
+from ..kernels.differentiable import differentiable, is_differentiable
 from .execute.bundles import bundle_up
 from .execute.capture import AtOnce, Capture, Sink
+from .execute.once import refuse_once_differentiable
 from .execute.plan import CapturePlan, plan
 from .layout import Layout, sample_dims
 from .locate.follow import SampleMap, assign
@@ -30,6 +32,7 @@ from .read.nodes import NodeSlot, is_opaque, op_name
 from .read.notes import noting
 from .read.roots import Roots, slot_of
 from .read.saved import is_torchs
+from .read.site import Sites
 from .read.tape import Graph, Slot, Tape
 from .remember import key_of, recall, remember
 
@@ -108,6 +111,8 @@ def capture_from(
         _report_interaction(meeting, independent, said)
     elif unseen and not trust_unseen:
         _refuse_unseen(unseen)
+    if is_differentiable():
+        refuse_once_differentiable(roots, made.tape, made.samples.sites)
     room = None if tell_bytes is None else tell_bytes(made.activations * roots.itemsize)
     # Where samples interact, most of the graph is below, and would be gone through once for every parameter.
     running = Capture(made, roots, params, sink, ordinary, at_once, None if meeting or is_traced() else room)
@@ -168,11 +173,12 @@ def planned_anew(
     roots: Roots, params: Mapping[str, Tensor], ordinary: Sequence[NodeSlot], graph: Graph, *, independent: bool
 ) -> tuple[CapturePlan, list[str], list[Node]]:
     """`planned`, for a graph of which no plan is remembered."""
-    made = plan(roots, list(params.values()), ordinary, graph=graph)
-    check_reached(made.tape, params)
-    _refuse_module_hooks(made)
-    tape, samples = _everything_below(roots, made) if independent else (made.tape, made.samples)
-    meeting = interactions(tape, samples, thoroughly=independent)
+    with differentiable(False):  # what is asked of the data decides on layouts, and on nothing else
+        made = plan(roots, list(params.values()), ordinary, graph=graph)
+        check_reached(made.tape, params)
+        _refuse_module_hooks(made)
+        tape, samples = _everything_below(roots, made) if independent else (made.tape, made.samples)
+        meeting = interactions(tape, samples, thoroughly=independent)
     if not meeting:
         bundle_up(made)
     return made, meeting, _unseen(tape) if independent else []
@@ -230,7 +236,10 @@ def capture(
 
 def one_sample(roots: Roots, params: Mapping[str, Tensor], sink: Sink, retain_graph: bool) -> None:
     """One sample needs only an ordinary backward; the graph is read all the same, to refuse hidden parameters."""
-    check_reached(roots.tape(params.values()), params)
+    tape = roots.tape(params.values())
+    check_reached(tape, params)
+    if is_differentiable():
+        refuse_once_differentiable(roots, tape, Sites(tape))
     grads = roots.backward([slot_of(p) for p in params.values()], retain_graph=retain_graph)
     for name, g in zip(params, grads, strict=True):
         if g is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from .differentiable import is_differentiable
 from .norms import wide
 
 __all__ = ["logit_gradients"]
@@ -32,11 +33,17 @@ def logit_gradients(
     logits = x.to(dtype) @ weight.to(dtype).t()
     if bias is not None:
         logits += bias.to(dtype)
-    if len(logits):
-        logits.sub_(logits.amax(1, keepdim=True)).exp_()  # in place from here on, as this is large
-    softmax = logits.div_(logits.sum(1, keepdim=True))
+    softmax = logits.softmax(1) if is_differentiable() else _softmax_in_place(logits)
     skipped = target == ignored
     y = target.masked_fill(skipped, 0)
-    gradients = softmax.scatter_add_(1, y.unsqueeze(1), softmax.new_full((len(y), 1), -1.0))
+    correct = y.unsqueeze(1), softmax.new_full((len(y), 1), -1.0)
+    gradients = softmax.scatter_add(1, *correct) if is_differentiable() else softmax.scatter_add_(1, *correct)
     scale = g.to(dtype) if class_weight is None else g.to(dtype) * class_weight.to(dtype)[y]
     return gradients.mul_(scale.masked_fill(skipped, 0).unsqueeze(1))
+
+
+def _softmax_in_place(logits: Tensor) -> Tensor:
+    """Softmax in the memory of the logits, which are large."""
+    if len(logits):
+        logits.sub_(logits.amax(1, keepdim=True)).exp_()
+    return logits.div_(logits.sum(1, keepdim=True))

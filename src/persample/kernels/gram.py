@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .certificates import is_traced
-from .norms import widest
+from .norms import root, widest
 
 __all__ = ["BLOCK", "ROWS", "gram_norms", "summed", "terms_in", "trusted_norms"]
 
@@ -61,7 +61,7 @@ def _block(left: Tensor, right: Tensor, start: int, memo: dict[str, Tensor] | No
     least = torch.finfo(left.dtype).tiny / torch.finfo(left.dtype).eps
     a, b = _inner_products(left, start, memo), _inner_products(right, start, None)
     rows = a.shape[1]
-    own = torch.stack([a.diagonal(0, 1, 2), b.diagonal(0, 1, 2)])
+    own = torch.stack([a.detach().diagonal(0, 1, 2), b.detach().diagonal(0, 1, 2)])
     sizes = torch.stack([own, own.clamp(min=least)]).sqrt_().prod(1).sum(2)
     products = b.mul_(a)
     sums = torch.cat([summed(products[..., :rows]).unsqueeze(0), sizes.to(widest(left.device))])
@@ -110,4 +110,4 @@ def trusted_norms(squares: Tensor, size: Tensor, computed: torch.dtype, dtype: t
     info, largest = torch.finfo(computed), torch.finfo(dtype).max
     most = min(info.max, largest * largest)
     trusted = (squares >= _TRUST[computed] * size) & (squares > info.tiny / info.eps) & (size < most)
-    return squares.clamp(min=0).sqrt(), trusted
+    return root(squares), trusted

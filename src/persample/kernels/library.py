@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .differentiable import is_differentiable
 from .geometry import Geometry
 
 __all__ = [
@@ -101,6 +102,8 @@ def end_to_end(tensors: Sequence[Tensor]) -> Tensor:
 
 def copied_at_once(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies of several tensors, by one kernel where a device has one for it."""
+    if is_differentiable():
+        return [t.clone() for t in tensors]
     copies = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in tensors]
     if copies:
         torch._foreach_copy_(copies, list(tensors))

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from .devices import can_look, has_float64
+from .differentiable import is_differentiable
 
-__all__ = ["norms_of_norms", "row_norms", "wide", "widest"]
+__all__ = ["norms_of_norms", "root", "row_norms", "wide", "widest"]
 
 _RUN = 2**9  # elements summed before float64 takes over
 _SMALL = {torch.float32: 1e-12, torch.float64: 1e-150}  # norms below may have lost squares to underflow
@@ -62,6 +63,17 @@ def norms_of_norms(norms: Tensor, dtype: torch.dtype) -> Tensor:
     return row_norms(norms) if norms.dtype in (dtype, torch.float32) else _norm(norms, norms.dtype)
 
 
+def root(squares: Tensor) -> Tensor:
+    """The root of sums of squares, which rounding may have left below zero.
+
+    Its derivative at zero is zero, as that of PyTorch's norms.
+    """
+    if not is_differentiable():
+        return squares.clamp(min=0).sqrt()
+    zero = squares <= 0
+    return squares.masked_fill(zero, 1).sqrt().masked_fill(zero, 0)
+
+
 def _summed(flat: Tensor) -> Tensor:
     """The norm of every row, from norms of runs in the row's own precision, which are added up in float64."""
     n, dtype, high = flat.shape[1], wide(flat.dtype), widest(flat.device)
@@ -83,6 +95,6 @@ def _norm(t: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _scaled(flat: Tensor) -> Tensor:
     """The norm of every row, divided by its largest element first, so that no square overflows or vanishes."""
-    largest: Tensor = torch.linalg.vector_norm(flat, inf, dim=1).to(widest(flat.device))
+    largest: Tensor = torch.linalg.vector_norm(flat.detach(), inf, dim=1).to(widest(flat.device))
     scale = torch.where((largest > 0) & (largest < inf), largest, 1)  # rows of zeros, infinities and NaNs stay so
     return _summed(flat.to(scale.dtype) / scale.unsqueeze(1)) * scale

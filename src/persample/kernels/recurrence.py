@@ -74,6 +74,39 @@ def replay_lstm(layer: LstmLayer, d_output: Tensor | None, d_hn: Tensor | None, 
     return LstmReplay(layer, gates.view(T, B, 4 * h), h_previous, dc)
 
 
+def differentiable_replay(
+    layer: LstmLayer, d_output: Tensor | None, d_hn: Tensor | None, d_cn: Tensor | None
+) -> LstmReplay:
+    """`replay_lstm` of whole sequences, with a graph: every step is new tensors."""
+    dtype = torch.promote_types(layer.input.dtype, torch.float32)
+    T, B, h = layer.output.shape
+    steps = range(T - 1, -1, -1) if layer.reverse else range(T)
+    before = [layer.output[1:], layer.h0[None]] if layer.reverse else [layer.h0[None], layer.output[:-1]]
+    h_previous = torch.cat([t.to(dtype) for t in before])
+    gates = _pre_activations(layer, h_previous).view(T, B, 4, h)
+    i, f, o = (gates[:, :, k].sigmoid() for k in (0, 1, 3))
+    g = gates[:, :, 2].tanh()
+    c, after = layer.c0.to(dtype), [layer.c0] * T
+    c_previous = [c] * T
+    for t in steps:
+        c_previous[t], c = c, f[t] * c + i[t] * g[t]
+        after[t] = c
+    tanh_c = torch.stack(after).tanh()
+    # dc/da for i, f and g, and dh/da for o.
+    slopes = [g * i * (1 - i), torch.stack(c_previous) * f * (1 - f), i * (1 - g * g)]
+    through_c, through_h, to_cell = torch.stack(slopes, 2), tanh_c * o * (1 - o), o * (1 - tanh_c * tanh_c)
+
+    zeros, w_hh = gates.new_zeros(B, h), layer.w_hh.to(dtype)
+    dh, dc = (zeros if d is None else d.to(dtype) for d in (d_hn, d_cn))
+    d_gates = [zeros] * T
+    for t in reversed(steps):
+        dh = dh if d_output is None else dh + d_output[t]
+        dc = dc + dh * to_cell[t]
+        d_gates[t] = torch.cat([(through_c[t] * dc.unsqueeze(1)).flatten(1), through_h[t] * dh], 1)
+        dh, dc = d_gates[t] @ w_hh, dc * f[t]
+    return LstmReplay(layer, torch.stack(d_gates), h_previous, dc)
+
+
 def previous_states(output: Tensor, h0: Tensor, reverse: bool, absent: Tensor | None, dtype: torch.dtype) -> Tensor:
     """(T, B, h): the state before each step."""
     previous, current = _around(h0, len(output), reverse, dtype)

@@ -16,6 +16,7 @@ from ..factors.base import Selection
 from ..factors.bounded import SMALLEST_WEIGHT
 from ..kernels.certificates import certify
 from ..kernels.devices import can_look, looking
+from ..kernels.differentiable import detached_by_default, is_differentiable
 from ..numberless import has_numbers
 from .base import Call, Reduction
 from .groups import Groups, Per, as_groups
@@ -318,6 +319,8 @@ class ClippedSum(Reduction):
             return self._custom_weights(norms)
         if self.gamma is not None:
             return bound / (norms + self.gamma)
+        if is_differentiable():  # the same, whose derivative is that of 1 for a gradient of zero
+            return bound / norms.clamp(min=bound)
         return (bound / norms).clamp(max=1)  # a gradient of zero has inf, hence 1
 
     def _custom_weights(self, norms: Tensor) -> Tensor:
@@ -330,7 +333,7 @@ class ClippedSum(Reduction):
             raise ValueError(f"weights must return one weight per sample, {tuple(norms.shape)}, but returned {got}")
         if can_look(norms.device) and not bool((weights.abs() < LARGEST_WEIGHT).all()):
             raise unusable(weights)
-        return weights.detach().to(norms)
+        return detached_by_default(weights).to(norms)
 
     def _bounds_by_group(self) -> dict[Hashable, float]:
         """The bound of every group."""

@@ -62,7 +62,7 @@ class Variance(Reduction):
     def add(self, name: str, factor: Factor) -> None:
         call = self._call
         mean = factor.weighted_sum((call.zeros(call.batch) + 1 / call.batch).to(factor.device), call.space)
-        self._squares[name] = factor.sum_squares(mean, call.space)
+        self._squares[name] = factor.sum_squares(mean.detach(), call.space)  # the same about any center
         if call.ranks is not None or call.positions is not None:
             self._means[name] = mean
 

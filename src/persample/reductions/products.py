@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..factors import Factor
+from ..kernels.differentiable import detached_by_default
 from .base import Call, Reduction
 
 Directions = nn.Module | Mapping[str, Tensor] | Sequence[Tensor]
@@ -121,7 +122,7 @@ def _stacked(direction: Directions, call: Call) -> tuple[dict[str, Tensor], bool
             f"front; got (given, parameter) {shapes}"
         )
     single = extra != {1}
-    return {name: (v.unsqueeze(0) if single else v).detach() for name, v in given.items()}, single
+    return {name: detached_by_default(v.unsqueeze(0) if single else v) for name, v in given.items()}, single
 
 
 def _by_name(direction: Directions, call: Call) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from ..factors import Dense, Factor, Workspace, split
 from ..factors.dense import is_worth_writing_out
 from ..kernels.certificates import is_traced
 from ..kernels.devices import launches_cost
+from ..kernels.differentiable import grad_mode, is_differentiable
 from ..kernels.pages import POOL, recycled
 from ..numberless import faking
 from .base import Call, Reduction
@@ -84,7 +85,7 @@ class Run:
 
     def results(self) -> tuple[Any, ...]:
         """One result per reduction, after the backward."""
-        with torch.no_grad():
+        with grad_mode():
             return tuple([reduction.result() for reduction in self.reductions])
 
     def portions(self, joined: Sequence[bool]) -> list[Any]:
@@ -98,7 +99,11 @@ class Run:
             return factor
         if not self._has_room(factor, waits=self._keeps_factors):
             return factor
-        out = None if faking() else recycled((factor.batch, *factor.shape), factor.dtype, factor.device)
+        out = (
+            None
+            if faking() or is_differentiable()
+            else recycled((factor.batch, *factor.shape), factor.dtype, factor.device)
+        )
         return Dense(factor.stack(out))
 
     def _has_room(self, factor: Factor, *, waits: bool) -> bool:

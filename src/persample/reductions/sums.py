@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from ..factors import Factor
+from ..kernels.differentiable import detached_by_default, is_differentiable
 from ..kernels.pages import fresh
+from ..numberless import storage_of
 from .base import Call, Reduction
 
 Buffers = Mapping[str, Tensor] | Sequence[Tensor]
@@ -34,6 +36,10 @@ class Stack(Reduction):
 
     def start(self, call: Call) -> None:
         self._call = call
+        if self.out is not None and is_differentiable():
+            raise ValueError(
+                "out= cannot be written with create_graph=True, as the graph keeps what it holds: drop one"
+            )
         self._buffers = {} if self.out is None or self._whole is not None else _checked_buffers(self.out, call)
         self._stacks: dict[str, Tensor] = {}
 
@@ -87,6 +93,11 @@ class Stack(Reduction):
         if self._whole is not None:
             self._stacks[name] = self._rows(self._whole[name])
             self._write(self._stacks[name], factor)
+            return
+        if is_differentiable():
+            stack = factor.stack()
+            shared = storage_of(stack) in map(storage_of, factor.tensors)  # with cotangents, and perhaps other results
+            self._stacks[name] = stack.clone() if shared else stack
             return
         self._stacks[name] = factor.stack(self._buffers[name] if self._buffers else self._new(name))
 
@@ -154,7 +165,8 @@ class WeightedSum(Reduction):
         self.sums: dict[str, Tensor] = {}
 
     def add(self, name: str, factor: Factor) -> None:
-        sums = factor.weighted_sum(self._own.to(factor.device), self._call.space)
+        weights = detached_by_default(self._own).to(factor.device)
+        sums = factor.weighted_sum(weights, self._call.space)
         self.sums[name] = sums if self._call.positions is not None else sums.to(factor.dtype)
 
     def result(self) -> Any:

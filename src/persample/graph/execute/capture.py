@@ -23,6 +23,7 @@ from torch import Tensor
 from ..._errors import UnsupportedError
 from ...factors import Dense, Factor, Masked, Part, Pulled, combine, placed, split
 from ...kernels.certificates import is_traced
+from ...kernels.differentiable import carrying_mode, grad_mode
 from ...kernels.streams import Streams
 from ...numberless import NoNumbers
 from ..compiled.entry import Whole, whole
@@ -96,7 +97,7 @@ class Capture:
         handles = births.hook()
         for number, use in self.pending.items():
             if use.passed:
-                consume = streams.noting(partial(self._consume, number))
+                consume = streams.noting(carrying_mode(partial(self._consume, number)))
                 handles.append(self.tape.node(number).register_prehook(consume))
         for gathering in gathered.values():
             handles += gathering.hook(streams)
@@ -108,7 +109,7 @@ class Capture:
         streams.join()
         births.check(cotangents)
         self._check_unchanged()
-        with torch.no_grad():
+        with grad_mode():
             for use in several:
                 arrived = gathered[use.nodes].end() if use.passed else self._returned(use, cotangents)
                 if use.by_samples:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...factors import Factor
+from ...kernels.differentiable import differentiable, is_differentiable
 from ...kernels.library import materialized
 from ...numberless import has_numbers
 from ..layout import Flow, Layout, labels
@@ -85,6 +86,12 @@ def _loop(site: Site, rows: Iterable[Sequence[Tensor | None]], batch: int, wante
         for k in wanted:
             results[k][i] = _finish(site, k, outputs[k])
 
+    def finish(outputs: Sequence[Tensor | None]) -> list[Tensor]:
+        return [_finish(site, k, outputs[k]) for k in wanted]
+
+    if is_differentiable():  # where every write into one tensor would be a step of its graph
+        finished = call_each(site.node, rows, site.edges, finish)
+        return {k: torch.stack(each) for k, each in zip(wanted, zip(*finished, strict=True), strict=True)}
     call_each(site.node, rows, site.edges, take)
     return results
 
@@ -105,7 +112,8 @@ def sum_by_probe(use: Use) -> Factor | None:
     if not has_numbers(value):
         lacking(site.node)
         return None
-    outcome = probe_node(site, use.layouts, use.batch, summed=False)[k]
+    with differentiable(False):
+        outcome = probe_node(site, use.layouts, use.batch, summed=False)[k]
     if outcome is None or isinstance(outcome, Flow):
         return None
     return dense(value.to(site.metadata(k).dtype), outcome, use.target)

@@ -7,7 +7,7 @@ from functools import partial
 from ..layout import Outcome
 from ..read.site import Site
 from .dims import keep, leading, of_same_size, only
-from .table import Aten, Layouts, Undecided, op
+from .table import Aten, Layouts, Undecided, always, op
 
 
 def attention(site: Site, k: int, layouts: Layouts) -> Outcome:
@@ -18,7 +18,11 @@ def attention(site: Site, k: int, layouts: Layouts) -> Outcome:
     return keep(layout, shape, target, of_same_size(shape, target, leading(shape, 2)))
 
 
-_attention = partial(op, flow={0: attention, 1: attention, 2: attention})
+_attention = partial(
+    op,
+    flow={0: attention, 1: attention, 2: attention},
+    once=always("compute it inside torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"),
+)
 
 _attention(
     "ScaledDotProductFlashAttentionForCpu",

@@ -21,7 +21,7 @@ from ..layout import NOBODY, Flow, Layout, Outcome, Shape, carry, join, labels, 
 from ..read.saved import unpacked_often
 from ..read.site import Site
 from ..sample_rows import SampleRows
-from .table import EVERY, Layouts, op
+from .table import EVERY, Layouts, always, op
 from .use import Use
 
 # Where the samples lie among the sequences.
@@ -205,4 +205,11 @@ def _present(counts: Sequence[int], device: torch.device) -> Tensor:
     return torch.arange(counts[0], device=device) < torch.tensor(counts, device=device).unsqueeze(1)
 
 
-op("CudnnRnn MiopenRnn LstmMps", flow={EVERY: sequences}, rule=layers, all_cotangents=True, mixes=mixes)
+op(
+    "CudnnRnn MiopenRnn LstmMps",
+    flow={EVERY: sequences},
+    rule=layers,
+    all_cotangents=True,
+    mixes=mixes,
+    once=always("run the layer inside torch.backends.cudnn.flags(enabled=False)"),
+)

@@ -18,6 +18,7 @@ from ...factors.base import Selection
 from ...factors.deferred import Deferred
 from ...factors.rearrange import Cast
 from ...kernels.cross_entropy import logit_gradients
+from ...kernels.differentiable import is_differentiable
 from ...kernels.norms import wide
 from ..layout import Flow, Outcome
 from ..read.library import BY_ROW, PRECOMPUTED, arguments, ignored_class, rows_at_a_time
@@ -91,7 +92,7 @@ def linear_cross_entropy(use: Use) -> Factor | None:
 
 
 def _weight(rows: _Rows, memo: dict[str, Any]) -> Factor:
-    if _is_small(rows):
+    if _is_small(rows) or is_differentiable():
         return Outer(_kept(rows, memo), rows.x)
     tensors = (rows.x, rows.target, rows.g, rows.weight, *[t for t in (rows.bias, rows.classes) if t is not None])
     shape = (rows.weight.shape[0], rows.weight.shape[1])
@@ -99,7 +100,7 @@ def _weight(rows: _Rows, memo: dict[str, Any]) -> Factor:
 
 
 def _bias(rows: _Rows, memo: dict[str, Any]) -> Factor:
-    if _is_small(rows):
+    if _is_small(rows) or is_differentiable():
         return Dense(_kept(rows, memo).sum(1))
     sums = rows.x.new_empty(rows.batch, len(rows.weight))
     step = max(1, rows.most // max(rows.positions, 1))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...factors import ByRows, Dense, Factor, combine
 from ...factors.maps import inner_with, scaled, transposed
+from ...kernels.differentiable import is_differentiable
 from ...kernels.library import group_norm_sums
 from ...kernels.norms import wide
 from ..layout import Flow, Outcome, Shape, carry, sample_dims
@@ -89,18 +90,43 @@ def _channels(use: Use) -> Shape:
     return (use.g.shape[1], *[1] * (use.g.ndim - 2))
 
 
+def _normalised_again(x: Tensor, dims: list[int], rstd: Tensor, *, centred: bool = True) -> tuple[Tensor, Tensor]:
+    """x less its mean, and one over its deviation, with their graphs; what was added to the variance follows.
+
+    The statistics that ops save have none.
+    """
+    x = x.to(wide(x.dtype))
+    x = x - x.mean(dims, keepdim=True) if centred else x
+    variance = x.square().mean(dims, keepdim=True)
+    eps = rstd.reshape(variance.shape).pow(-2) - variance.detach()
+    return x, torch.rsqrt(variance + eps)
+
+
 def layer_norm(use: Use) -> Factor | None:
     """x̂ = (x - mean) · rstd, normalised over the last dims."""
     saved, dtype = use.site.tensor, wide(use.g.dtype)
     if use.k != 1:
         return _shift(use)
+    if is_differentiable():
+        x, rstd = _normalised_again(saved("input"), _last(use), use.site.result("result2"))
+        return _rows_scaled(use, x * use.g, rstd)
     return _rows_scaled(use, (saved("input").to(dtype) - saved("result1")).mul_(use.g), saved("result2"))
 
 
 def rms_norm(use: Use) -> Factor | None:
     """x̂ = x · rstd."""
     saved, dtype = use.site.tensor, wide(use.g.dtype)
-    return _rows_scaled(use, saved("input").to(dtype) * use.g, saved("result1")) if use.k == 1 else None
+    if use.k != 1:
+        return None
+    if is_differentiable():
+        x, rstd = _normalised_again(saved("input"), _last(use), use.site.result("result1"), centred=False)
+        return _rows_scaled(use, x * use.g, rstd)
+    return _rows_scaled(use, saved("input").to(dtype) * use.g, saved("result1"))
+
+
+def _last(use: Use) -> list[int]:
+    """The normalised dims, counted from the end."""
+    return [-d - 1 for d in range(len(use.target))]
 
 
 def _shift(use: Use) -> Factor | None:
@@ -124,6 +150,8 @@ def group_norm(use: Use) -> Factor | None:
     if use.k == 0:
         return None
     site, size, dtype = use.site, use.g.shape[:2], wide(use.g.dtype)
+    if is_differentiable():
+        return _affine(use, _channels(use), lambda: _groups_normalised(site))
     if "sums" not in site.memo:
         lines = prod(size), prod(use.g.shape[2:])
         g, x = (t.to(dtype).reshape(lines) for t in (use.g, site.tensor("input")))
@@ -134,11 +162,23 @@ def group_norm(use: Use) -> Factor | None:
     return None if layout is None else dense(value, layout, use.target, site.metadata(use.k).dtype)
 
 
+def _groups_normalised(site: Site) -> Tensor:
+    """x̂ with its graph."""
+    x = site.tensor("input")
+    groups = x.reshape(len(x), site.number("group"), -1)
+    centred, rstd = _normalised_again(groups, [2], site.result("result2"))
+    return (centred * rstd).reshape(x.shape)
+
+
 def batch_norm(use: Use) -> Factor | None:
     """x̂ from the running statistics, or from those of the batch, which are constants for scale and shift."""
     site, channels = use.site, _channels(use)
 
     def normalised() -> Tensor:
+        if _averages_batch(site) and is_differentiable():
+            others = [d for d in range(use.g.ndim) if d != 1]
+            centred, rstd = _normalised_again(site.tensor("input"), others, site.result("result2"))
+            return centred * rstd
         if _averages_batch(site):
             mean, rstd = site.tensor("result1"), site.tensor("result2")
         else:
@@ -153,7 +193,7 @@ def batch_norm(use: Use) -> Factor | None:
 def weight_norm(site: Site, dw: Tensor) -> dict[int, Factor]:
     """w = g v / ‖v‖, norms over all dims but one: dg = Σ dw v / ‖v‖ and dv = g / ‖v‖ (dw - v dg / ‖v‖)."""
     dtype = dw.dtype
-    dw, v, g, norm = (t.to(wide(t.dtype)) for t in (dw, *map(site.tensor, ("v", "g", "result1"))))
+    dw, v, g, norm = (t.to(wide(t.dtype)) for t in (dw, site.tensor("v"), site.tensor("g"), _norms_of_weight(site)))
     others = [d + 1 for d in range(v.ndim) if d != site.number("dim") % v.ndim]
     norm = norm.reshape([n if d + 1 not in others else 1 for d, n in enumerate(v.shape)])
     dg = ((dw * v).sum(others, keepdim=True)) / norm
@@ -161,12 +201,22 @@ def weight_norm(site: Site, dw: Tensor) -> dict[int, Factor]:
     return {0: Dense(dv.to(dtype)), 1: Dense(dg.reshape(len(dw), *g.shape).to(dtype))}
 
 
+def _norms_of_weight(site: Site) -> Tensor:
+    """‖v‖ over all dims but one, computed again if its graph is needed."""
+    if not is_differentiable():
+        return site.tensor("result1")
+    v = site.tensor("v")
+    kept = site.number("dim") % v.ndim
+    norms: Tensor = torch.linalg.vector_norm(v, dim=[d for d in range(v.ndim) if d != kept], dtype=wide(v.dtype))
+    return norms
+
+
 def through_weight_norm(site: Site, k: int, factor: Factor) -> Factor | None:
     """The same where norms are those of rows: dg are inner products, and dv is dw, scaled by rows, less scaled v.
 
     Columns of a matrix are rows of the transposed one.
     """
-    v, norm, dim = site.tensor("v"), site.tensor("result1"), site.number("dim")
+    v, norm, dim = site.tensor("v"), _norms_of_weight(site), site.number("dim")
     dim %= v.ndim
     if not (dim == 0 or (dim == 1 and v.ndim == 2)) or v.is_complex() or v.dtype != wide(v.dtype):
         return None

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ...factors import Dense, Factor, Outer
-from ...kernels.recurrence import LstmLayer, LstmReplay
+from ...kernels.differentiable import is_differentiable
+from ...kernels.recurrence import LstmLayer, LstmReplay, differentiable_replay
 from ...kernels.recurrence_ops import replay_in_graphs
 from ..layout import Flow, Layout, Outcome, Shape, carry, join, same
 from ..read.nodes import NodeSlot, children
@@ -99,6 +100,8 @@ def _replayed(use: Use) -> LstmReplay:
         site.tensor("result0"),
         bool(site.value("reverse")),
     )
+    if is_differentiable():
+        return differentiable_replay(layer, *use.cotangents)
     return replay_in_graphs(layer, *use.cotangents)
 
 
@@ -107,10 +110,11 @@ def without_weight_sums(
 ) -> Outputs | None:
     """A fused node's cotangents, such that its own backward need not be computed.
 
-    None if it was not replayed, or if ordinary gradients are wanted at ``ordinary`` that its weights lead to.
+    None if it was not replayed, if ordinary gradients are wanted at ``ordinary`` that its weights lead to, or if
+    PyTorch's own answer is to be differentiated.
     """
     replay: LstmReplay | None = site.memo.get("replay")
-    if replay is None or _weights_lead_to(site, ordinary):
+    if replay is None or is_differentiable() or _weights_lead_to(site, ordinary):
         return None
     edges = site.node.next_functions
 

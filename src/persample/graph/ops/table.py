@@ -90,6 +90,8 @@ class Op:
     through: Mapping[int, Through] = field(default_factory=dict)
     pull: Callable[[Site, Tensor], dict[int, Factor]] | None = None  # the factors of all operands, from one stack
     vmap: bool = False  # its backward was seen to give the same numbers under vmap as in a loop
+    # What to do instead, where PyTorch cannot differentiate its backward; None: it can.
+    once: Callable[[Site], str | None] | None = None
     # What kind of op it is.
     pointwise: bool = False  # elementwise: the result has the operands' shape, but for broadcasting
     product: Product | None = None
@@ -133,6 +135,11 @@ class Op:
             return self.rule(use)
         except Undecided:
             return None
+
+
+def always(remedy: str) -> Callable[[Site], str | None]:
+    """The remedy for every node of an op."""
+    return lambda site: remedy
 
 
 UNKNOWN = Op()

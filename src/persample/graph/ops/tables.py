@@ -128,6 +128,11 @@ def _dims_of_ids(site: Site) -> list[int] | None:
     return [d for d in range(len(shape) - 1) if shape[d] > 1]
 
 
+def _scales_gradients(site: Site) -> str | None:
+    """Gradients over how often rows are read are no derivatives, whose derivatives could be taken."""
+    return "leave out scale_grad_by_freq=True" if site.value("scale_grad_by_freq") else None
+
+
 op(
     "Embedding",
     flow=embedding_flow,
@@ -136,6 +141,7 @@ op(
     new_rows=lambda node, shape: range(len(shape) - 1),
     read_dims=_dims_of_ids,
     counts_reads=True,
+    once=_scales_gradients,
     saved_data=("indices", 0),
 )
 
@@ -198,6 +204,7 @@ op(
     rule=bag,
     new_rows=_all_dims,
     counts_reads=True,
+    once=_scales_gradients,
     aten=(Aten("_embedding_bag_backward.default", ("grad",), saved=_BAG_RESULTS, where=lambda get: not get("sparse")),),
 )
 

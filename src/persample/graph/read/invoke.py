@@ -11,6 +11,7 @@ from torch.autograd.graph import Node
 from torch.utils.checkpoint import CheckpointError
 
 from ..._errors import UnsupportedError
+from ...kernels.differentiable import grad_mode
 from ...kernels.library import materialized
 from ..layout import Shape
 from .compiled import is_compiled, scratch_restored
@@ -73,7 +74,7 @@ def _call_compiled(
 
 
 def _call(node: Node, cotangents: Cotangents, edges: Sequence[object]) -> Outputs:
-    with torch.no_grad():
+    with grad_mode():
         if is_custom(node):
             return _call_python(node, cotangents, len(edges))
         try:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from ...kernels.differentiable import is_differentiable
 from ...numberless import has_numbers
 from ..layout import Block, Layout
 from .nodes import NodeSlot
@@ -89,7 +90,7 @@ class Roots:
             # A cotangent of ones, in memory of its own as the definition's is, which a custom Function may write to;
             # and without the imports that a given one costs once. On other devices it would cost three launches.
             total = self.losses.dot(torch.ones_like(self.losses))
-        return torch.autograd.grad(total, _edges(inputs), retain_graph=retain_graph, allow_unused=True)
+        return _gradients([total], inputs, None, retain_graph)
 
     def passing(self, nodes: Sequence[Node], below: Sequence[NodeSlot]) -> dict[Node, list[Tensor | None]]:
         """The cotangents that come to ``nodes`` on the way to ``below``, copied as they do: others may change them."""
@@ -113,15 +114,26 @@ class Roots:
         if self.regions.opened:
             starts = list(zip(self.slots, cotangents, strict=True))
             return self.regions.backward(starts, inputs, retain_graph=retain_graph)
-        return torch.autograd.grad(
-            _edges(self.slots), _edges(inputs), cotangents, retain_graph=retain_graph, allow_unused=True
-        )
+        return _gradients(_edges(self.slots), inputs, cotangents, retain_graph)
 
 
 def slot_of(tensor: Tensor) -> NodeSlot:
     """Where a tensor's gradient arrives in its graph."""
     edge = get_gradient_edge(tensor)
     return edge.node, edge.output_nr
+
+
+def _gradients(
+    outputs: Sequence[Tensor] | Sequence[GradientEdge],
+    inputs: Sequence[NodeSlot],
+    cotangents: Sequence[Tensor] | None,
+    retain_graph: bool,
+) -> tuple[Tensor | None, ...]:
+    """Those at ``inputs``, with a graph of their own if results are to be differentiated again."""
+    create_graph = is_differentiable()
+    return torch.autograd.grad(
+        outputs, _edges(inputs), cotangents, retain_graph or create_graph, create_graph, allow_unused=True
+    )
 
 
 def _edges(slots: Sequence[NodeSlot]) -> list[GradientEdge]:

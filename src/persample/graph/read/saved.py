@@ -22,6 +22,7 @@ from torch.autograd.graph import Node
 from torch.utils.checkpoint import _Holder
 
 # Modules of this folder ask about nodes here, whatever they want to know.
+from ...kernels.differentiable import carrying_mode, detached_by_default, is_differentiable
 from ...numberless import has_numbers, storage_of
 from ...python_nodes import function_of as function_of
 from ...python_nodes import is_custom as is_custom
@@ -110,14 +111,17 @@ def has(node: Node, name: str) -> bool:
 
 
 def tensor(node: Node, name: str) -> Tensor | None:
-    """A saved tensor, cut off from its graph; None if it was not needed. Sparse data come written out."""
+    """A saved tensor; None if it was not needed. Sparse data come written out.
+
+    It is cut off from its graph, unless results are to be differentiated again.
+    """
     held = read(node, name)
-    return None if held is None else _dense(held.detach())
+    return None if held is None else _dense(detached_by_default(held))
 
 
 def tensors(node: Node, name: str) -> tuple[Tensor, ...]:
-    """A saved list of tensors, cut off from their graphs."""
-    return tuple([_dense(held.detach()) for held in read(node, name)])
+    """A saved list of tensors, as `tensor` gives them."""
+    return tuple([_dense(detached_by_default(held)) for held in read(node, name)])
 
 
 def _dense(t: Tensor) -> Tensor:
@@ -213,13 +217,14 @@ def in_own_task(fn: Callable[[], None], *, keep_graph: bool = False) -> None:
         task = torch._C._current_graph_task_id()
         _own_tasks.add(task)
         try:
-            fn()
+            with torch.set_grad_enabled(is_differentiable()):
+                fn()
         finally:
             _own_tasks.discard(task)
 
     with torch.enable_grad():
-        result: Tensor = _Task.apply(torch.zeros((), device="cpu", requires_grad=True), run)  # type: ignore[no-untyped-call]
-    result.backward(retain_graph=keep_graph)
+        result: Tensor = _Task.apply(torch.zeros((), device="cpu", requires_grad=True), carrying_mode(run))  # type: ignore[no-untyped-call]
+    result.backward(retain_graph=keep_graph or is_differentiable())
 
 
 _own_tasks: set[int] = set()
@@ -257,7 +262,7 @@ def read_ahead(node: Node) -> dict[str, Tensor]:
     """All saved tensors of a checkpointed node, while the engine is still to come to it."""
     with unpacked_often(node):
         read = {name: getattr(node, f"_saved_{name}", None) for name in _holders(node)}
-    return {name: _dense(value.detach()) for name, value in read.items() if isinstance(value, Tensor)}
+    return {name: _dense(detached_by_default(value)) for name, value in read.items() if isinstance(value, Tensor)}
 
 
 def read_last(node: Node) -> dict[str, Tensor]:

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ..._errors import UnsupportedError
+from ...kernels.differentiable import is_differentiable
 from ..layout import Flow, Outcome, Shape
 from ..ops.table import Op
 from . import saved
@@ -60,7 +62,26 @@ class Site:
         return t
 
     def optional(self, name: str) -> Tensor | None:
-        """A saved tensor, or None if it was not saved."""
+        """A saved tensor, or None if it was not saved.
+
+        Where results are to be differentiated again, a saved result without a graph would lack a term: a rule computes
+        it again from what has one.
+        """
+        t = self._read(name)
+        if t is not None and is_differentiable() and _is_result_without_graph(name, t):
+            raise UnsupportedError(
+                f"the rule for {self.name} goes by a result ({name}) that the op has saved without a graph: the answer "
+                f"cannot be differentiated again (create_graph=True)"
+            )
+        return t
+
+    def result(self, name: str) -> Tensor:
+        """A saved result, cut off from its graph: what is computed from it must not be what is differentiated."""
+        t = self._read(name)
+        assert t is not None
+        return t.detach()
+
+    def _read(self, name: str) -> Tensor | None:
         t = self.recomputed.get(name)
         return saved.tensor(self.node, name) if t is None else t
 
@@ -97,6 +118,10 @@ class Site:
         slot = self.edges[k]
         assert slot is not None
         return weights_only(self._tape, slot[0])
+
+
+def _is_result_without_graph(name: str, t: Tensor) -> bool:
+    return name.startswith("result") and t.is_floating_point() and not t.requires_grad
 
 
 class Sites(dict[int, Site]):

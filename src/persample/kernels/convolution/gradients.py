@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
+from ..differentiable import grad_mode, is_differentiable
 from ..geometry import Geometry
 from ..library import convolution, weight_gradient
 from .choice import applicable, choose, is_measuring, measure
-from .kernels import KERNELS
+from .kernels import KERNELS, differentiable_gradients
 from .sizes import Sizes, working_dtype
 
 __all__ = ["chosen_kernel", "convolve", "weight_per_sample", "weight_summed"]
@@ -44,9 +44,12 @@ def weight_per_sample(
     if geometry.transposed:
         x, dy = dy, x
         geometry = replace(geometry, transposed=False, output_padding=(0,) * len(geometry.stride))
-    with torch.no_grad():
+    with grad_mode():
         if not x.numel() or not dy.numel():
             return x.new_zeros(shape) if out is None else out.zero_()
+        if is_differentiable():
+            result = differentiable_gradients(name, x.to(dtype), dy.to(dtype), shape, geometry).to(x.dtype)
+            return result if out is None else out.copy_(result)
         fits = out is not None and out.is_contiguous() and out.dtype == dtype
         target = out if out is not None and fits else x.new_empty(shape, dtype=dtype)
         result = KERNELS[name](x.to(dtype), dy.to(dtype), target, geometry)

@@ -6,17 +6,19 @@ with something made from x.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from ..differentiable import is_differentiable
 from ..geometry import Geometry
 from ..library import convolution, weight_gradient
 from .patches import matrices, padded, samples_per_step, windows
 
-__all__ = ["KERNELS"]
+__all__ = ["KERNELS", "differentiable_gradients"]
 
 _FRESH_BYTES = 2**22  # a larger block may be new pages every time
 _VECTOR, _FEW_COLUMNS = 8, 64  # elements; products of narrower matrices gain by rows of whole vectors
@@ -31,7 +33,7 @@ def _library(x: Tensor, dy: Tensor, out: Tensor, geometry: Geometry) -> Tensor:
     if geometry.output_size(x.shape[3:], kernel) != tuple(out_size):  # a large output_padding, roles exchanged
         x = padded(x, kernel, out_size, geometry)
         geometry = replace(geometry, padding=(0,) * len(kernel))
-    portions = -(-out.nbytes // _FRESH_BYTES) if x.device.type == "cpu" else 1
+    portions = -(-out.nbytes // _FRESH_BYTES) if x.device.type == "cpu" and not is_differentiable() else 1
     if portions == 1:
         return _folded(x, dy, out, geometry)
     for some in _steps(len(out), -(-len(out) // portions)):
@@ -95,6 +97,25 @@ def _multiply(dy: Tensor, right: Tensor, out: Tensor) -> None:
         out.copy_(torch.bmm(right, dy.mT).mT)
     else:
         torch.bmm(dy, right.mT, out=out)
+
+
+def differentiable_gradients(name: str, x: Tensor, dy: Tensor, shape: Sequence[int], geometry: Geometry) -> Tensor:
+    """(1), of shape (B, Cout, Cin/G, *k), by the named kernel or what is like it, such that it can be differentiated.
+
+    Nothing is written in place: those that write into ``out`` are one product of all patches.
+    """
+    if name in ("library", "forward"):
+        return KERNELS[name](x, dy, x.new_empty(1).expand(*shape), geometry)
+    rows = shape[0] * geometry.groups
+    patches = _all_patches(x, shape[3:], dy.shape[3:], geometry).reshape(rows, math.prod(shape[2:]), -1)
+    return torch.bmm(matrices(dy, rows), patches.mT).view(*shape)
+
+
+def _all_patches(x: Tensor, kernel: Sequence[int], out_size: Sequence[int], geometry: Geometry) -> Tensor:
+    """(B, Cin, *k, R, *O), written out; of single images, by PyTorch's own function, whose backward is faster."""
+    if len(kernel) == 2 and x.shape[1] == 1 and geometry.output_size(x.shape[3:], kernel) == tuple(out_size):
+        return F.unfold(x.squeeze(1), tuple(kernel), geometry.dilation, geometry.padding, geometry.stride)
+    return windows(padded(x, kernel, out_size, geometry), kernel, geometry)
 
 
 def _steps(samples: int, step: int) -> Iterator[slice]:

@@ -63,11 +63,11 @@ def matrices(x: Tensor, rows: int) -> Tensor:
 
 
 def as_matrices(
-    x: Tensor, dy: Tensor, weight_size: Sequence[int], geometry: Geometry, out: Tensor
+    x: Tensor, dy: Tensor, weight_size: Sequence[int], geometry: Geometry, out: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Formula (1) as a product, up to the order of its columns: cotangents (B·G, T, p) and patches (B·G, T, d·K).
 
-    The convolution may be transposed. The patches are written into the first part of ``out``.
+    The convolution may be transposed. The patches are written into the first part of ``out``, if it is given.
     """
     if geometry.transposed:
         x, dy, geometry = dy, x, replace(geometry, transposed=False)
@@ -76,9 +76,9 @@ def as_matrices(
 
 
 def _patches_by_position(
-    x: Tensor, kernel: Sequence[int], out_size: Sequence[int], geometry: Geometry, out: Tensor
+    x: Tensor, kernel: Sequence[int], out_size: Sequence[int], geometry: Geometry, out: Tensor | None
 ) -> Tensor:
-    """(B·G, T, K·d) with x[b, r, i, s·t + δ·k] at [t, (k, i)], in the first part of ``out``.
+    """(B·G, T, K·d) with x[b, r, i, s·t + δ·k] at [t, (k, i)], in the first part of ``out`` if it is given.
 
     Where there are several channels they come last: what a kernel reads of a line is then one run of memory.
     """
@@ -94,8 +94,10 @@ def _patches_by_position(
     return _written(x.movedim(3 + n, -1), out).view(rows, -1, columns)
 
 
-def _written(view: Tensor, out: Tensor) -> Tensor:
-    """A copy without gaps in the first part of ``out``."""
+def _written(view: Tensor, out: Tensor | None) -> Tensor:
+    """A copy without gaps, in the first part of ``out`` if it is given."""
+    if out is None:
+        return view.contiguous()
     return out.flatten()[: view.numel()].view(view.shape).copy_(view)
 
 

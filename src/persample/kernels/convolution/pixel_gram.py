@@ -42,7 +42,7 @@ def pixel_gram_norms(
         left = _gram(dy[:, :, start:], count).flatten(1, dy.ndim - 2).flatten(2)
         right = _patch_gram(pixels[:, :, geometry.stride[0] * start :], count, kernel, geometry).reshape(left.shape)
         rows_here = left.shape[1]
-        left_norms, right_norms = (gram.diagonal(0, 1, 2).clamp(min=least).sqrt() for gram in (left, right))
+        left_norms, right_norms = (gram.detach().diagonal(0, 1, 2).clamp(min=least).sqrt() for gram in (left, right))
         size += (left_norms * right_norms).sum(1)
         products = right.mul_(left)
         squares += summed(products[..., :rows_here]) + 2 * summed(products[..., rows_here:])

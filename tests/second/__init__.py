@@ -1,0 +1,1 @@
+"""Results that are differentiated again (``create_graph=True``)."""
