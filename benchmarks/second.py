@@ -2,9 +2,8 @@
 
 Every way computes the sum of the squared norms of some gradients, and its derivative with respect to the weights, from
 the forward pass on. ``double`` is PyTorch's own double backward of the summed loss: one gradient for the whole batch.
-The others have one for every sample: verbs of this package, and ``torch.func``. Attention and LSTMs run
-without the fused kernels, whose backward PyTorch cannot differentiate. All ways take turns on one thread, and CPU time
-is what counts.
+The others have one for every sample: verbs of this package, and ``torch.func``. Attention runs without the kernel whose
+backward PyTorch cannot differentiate. All ways take turns on one thread, and CPU time is what counts.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -89,10 +87,7 @@ def measured(name: str, rounds: int, budget: float, ways: Sequence[str], batch: 
     """Times in ms by way, and the ratios to PyTorch's own double backward within a round."""
     torch.set_num_threads(1)
     task, others, found = WORKLOADS[name].build(batch), environment.Others(), {way: list[float]() for way in ways}
-    with ExitStack() as stack:
-        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        if name.rpartition("-")[2] == "lstm":
-            stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
+    with sdpa_kernel(SDPBackend.MATH):
         penalties = {way: WAYS[way](task) for way in ways}
         for penalty in penalties.values():
             seconds(task, penalty)

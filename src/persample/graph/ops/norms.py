@@ -90,16 +90,15 @@ def _channels(use: Use) -> Shape:
     return (use.g.shape[1], *[1] * (use.g.ndim - 2))
 
 
-def _normalised_again(x: Tensor, dims: list[int], rstd: Tensor, *, centred: bool = True) -> tuple[Tensor, Tensor]:
-    """x less its mean, and one over its deviation, with their graphs; what was added to the variance follows.
+def _statistics(x: Tensor, dims: list[int], rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean, and one over the deviation, computed again with their graphs: those that ops save have none."""
+    variance, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
+    return mean, _over_deviation(variance, rstd)
 
-    The statistics that ops save have none.
-    """
-    x = x.to(wide(x.dtype))
-    x = x - x.mean(dims, keepdim=True) if centred else x
-    variance = x.square().mean(dims, keepdim=True)
-    eps = rstd.reshape(variance.shape).pow(-2) - variance.detach()
-    return x, torch.rsqrt(variance + eps)
+
+def _over_deviation(variance: Tensor, rstd: Tensor) -> Tensor:
+    """``rstd`` as a function of the variance, to which something was added that follows."""
+    return torch.rsqrt(variance + (rstd.reshape(variance.shape).pow(-2) - variance.detach()))
 
 
 def layer_norm(use: Use) -> Factor | None:
@@ -108,8 +107,9 @@ def layer_norm(use: Use) -> Factor | None:
     if use.k != 1:
         return _shift(use)
     if is_differentiable():
-        x, rstd = _normalised_again(saved("input"), _last(use), use.site.result("result2"))
-        return _rows_scaled(use, x * use.g, rstd)
+        x = saved("input").to(dtype)
+        mean, rstd = _statistics(x, _last(use), use.site.result("result2"))
+        return _rows_scaled(use, (x - mean) * use.g, rstd)
     return _rows_scaled(use, (saved("input").to(dtype) - saved("result1")).mul_(use.g), saved("result2"))
 
 
@@ -119,7 +119,8 @@ def rms_norm(use: Use) -> Factor | None:
     if use.k != 1:
         return None
     if is_differentiable():
-        x, rstd = _normalised_again(saved("input"), _last(use), use.site.result("result1"), centred=False)
+        x = saved("input").to(dtype)
+        rstd = _over_deviation(x.square().mean(_last(use), keepdim=True), use.site.result("result1"))
         return _rows_scaled(use, x * use.g, rstd)
     return _rows_scaled(use, saved("input").to(dtype) * use.g, saved("result1"))
 
@@ -150,24 +151,24 @@ def group_norm(use: Use) -> Factor | None:
     if use.k == 0:
         return None
     site, size, dtype = use.site, use.g.shape[:2], wide(use.g.dtype)
-    if is_differentiable():
-        return _affine(use, _channels(use), lambda: _groups_normalised(site))
+    if "sums" not in site.memo and is_differentiable():
+        site.memo["sums"] = _differentiable_sums(use.g.to(dtype), site.tensor("input").to(dtype), site)
     if "sums" not in site.memo:
         lines = prod(size), prod(use.g.shape[2:])
         g, x = (t.to(dtype).reshape(lines) for t in (use.g, site.tensor("input")))
         mean, rstd = (site.tensor(name).to(dtype).reshape(-1) for name in ("result1", "result2"))
         site.memo["sums"] = group_norm_sums(g, x, mean, rstd)
-    value = site.memo["sums"][use.k - 1].view(size)
+    value = site.memo["sums"][use.k - 1].reshape(size)
     layout = carry(use.layout, tuple(use.g.shape), tuple(size), (0, 1, *[None] * (use.g.ndim - 2)))
     return None if layout is None else dense(value, layout, use.target, site.metadata(use.k).dtype)
 
 
-def _groups_normalised(site: Site) -> Tensor:
-    """x̂ with its graph."""
-    x = site.tensor("input")
-    groups = x.reshape(len(x), site.number("group"), -1)
-    centred, rstd = _normalised_again(groups, [2], site.result("result2"))
-    return (centred * rstd).reshape(x.shape)
+def _differentiable_sums(g: Tensor, x: Tensor, site: Site) -> tuple[Tensor, Tensor]:
+    """`group_norm_sums` of every image, (N, C) each: Σ g · x̂ is (Σ g · x - mean Σ g) · rstd."""
+    groups = len(x), site.number("group"), -1
+    mean, rstd = _statistics(x.reshape(groups), [2], site.result("result2"))
+    products, sums = ((t if t.ndim == 2 else t.flatten(2).sum(2)).reshape(groups) for t in (g * x, g))
+    return (products - mean * sums) * rstd, sums
 
 
 def batch_norm(use: Use) -> Factor | None:
@@ -177,8 +178,9 @@ def batch_norm(use: Use) -> Factor | None:
     def normalised() -> Tensor:
         if _averages_batch(site) and is_differentiable():
             others = [d for d in range(use.g.ndim) if d != 1]
-            centred, rstd = _normalised_again(site.tensor("input"), others, site.result("result2"))
-            return centred * rstd
+            x = site.tensor("input")
+            mean, rstd = _statistics(x.to(wide(x.dtype)), others, site.result("result2"))
+            return (x.to(mean.dtype) - mean) * rstd
         if _averages_batch(site):
             mean, rstd = site.tensor("result1"), site.tensor("result2")
         else:

@@ -112,8 +112,13 @@ def differentiable_gradients(name: str, x: Tensor, dy: Tensor, shape: Sequence[i
 
 
 def _all_patches(x: Tensor, kernel: Sequence[int], out_size: Sequence[int], geometry: Geometry) -> Tensor:
-    """(B, Cin, *k, R, *O), written out; of single images, by PyTorch's own function, whose backward is faster."""
-    if len(kernel) == 2 and x.shape[1] == 1 and geometry.output_size(x.shape[3:], kernel) == tuple(out_size):
+    """(B, Cin, *k, R, *O); of single images, by PyTorch's own function, whose backward is faster."""
+    if (
+        len(kernel) == 2
+        and math.prod(kernel) > 1
+        and x.shape[1] == 1
+        and geometry.output_size(x.shape[3:], kernel) == tuple(out_size)
+    ):
         return F.unfold(x.squeeze(1), tuple(kernel), geometry.dilation, geometry.padding, geometry.stride)
     return windows(padded(x, kernel, out_size, geometry), kernel, geometry)
 
