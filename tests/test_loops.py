@@ -18,15 +18,18 @@ FEW = LOOPED[::9]
 
 
 def in_a_loop(case: Case, B: int) -> None:
-    """Three passes of a program, of which the losses are put together in another order."""
+    """Three passes of a program, whose losses are put together in another order."""
     params, forward = case.build(B)
-    passes = [forward(), forward() * 2, forward() * -3]
-    losses = torch.cat(passes)[torch.randperm(3 * B, generator=torch.Generator().manual_seed(B))]
-    want = definition(losses, params)
+    order = torch.randperm(3 * B, generator=torch.Generator().manual_seed(B))
+
+    def losses() -> Tensor:
+        return torch.cat([forward(), forward() * 2, forward() * -3])[order]
+
+    want = definition(losses(), params)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ps.PerformanceWarning)
-        assert_same(ps.grad(losses, params, retain_graph=True), want, rtol=case.rtol)
-        norms = ps.norms(losses, params)
+        assert_same(ps.grad(losses(), params), want, rtol=case.rtol)
+        norms = ps.norms(losses(), params)
     rows = [g.reshape(len(g), -1).to(torch.complex128 if g.is_complex() else torch.float64) for g in want.values()]
     whole = torch.cat(rows, 1)
     near(norms, whole.norm(dim=1), case.rtol)

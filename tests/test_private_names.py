@@ -43,6 +43,7 @@ KEEPERS = {
     "DDP, and the nodes of wrappers": Keeper("distributed/wrappers.py", "distributed/test_names.py"),
     "FSDP2 and sharded tensors": Keeper("distributed/shards.py", "distributed/test_names.py"),
     "tensors without numbers": Keeper("numberless.py", "test_numberless.py"),
+    "what a hidden op does": Keeper("graph/read/slices.py", "graph/test_slices.py"),
     "ops as they are dispatched": Keeper("testing/counting.py", "device/test_counting.py"),
     "Dynamo, compilers and open sizes": Keeper("compiled/compilers.py", "compiled/test_compilers.py"),
     "what modules hold": Keeper("modules.py", "test_modules.py"),

@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ...factors import Factor, Part
 from ...kernels.certificates import is_traced, usual_samples
 from ..layout import Block
 from ..read.notes import unnoted
 from ..read.saved import has, in_checkpoint, metadata, read, tensor
-from ..read.tape import Tape
+from ..read.site import Site
+from ..read.tape import Slot, Tape
 from .watch import Watch
 
 if TYPE_CHECKING:
@@ -50,6 +52,10 @@ class Bundle:
         with unnoted():
             saved = [{name: tensor(tape.node(n), name) for name in names} for n in self.nodes]
         return replace(self, saved=saved)
+
+    def taken_from(self, cotangents: dict[Slot, Tensor]) -> dict[int, Tensor]:
+        """The cotangents of nodes at which the engine stopped, by their places."""
+        return {place: g for place, n in enumerate(self.nodes) if (g := cotangents.pop((n, 0), None)) is not None}
 
     def is_alike(self, tape: Tape) -> bool:
         """Are all saved tensors of one kind, which is that of the cotangents?"""
@@ -183,3 +189,23 @@ def _only_way(plan: CapturePlan, number: int, k: int) -> Iterator[int]:
         op = plan.tape.op(slot[0])
         alone = plan.waiting[slot[0]] == 1 and op.view and not op.has_options
         slot = plan.tape.edges[slot[0]][0] if alone else None
+
+
+def parts_as_one(
+    plan: CapturePlan, site: Site, factors: Mapping[int, Factor | None]
+) -> list[tuple[list[int], Factor | None]]:
+    """What comes to shared tensors: parts of one factor as one, if each is all that comes to a parameter."""
+    wholes: dict[int, list[int]] = {}
+    for k, factor in factors.items():
+        node, _ = site.edges[k]  # type: ignore[misc]
+        if isinstance(factor, Part) and plan.tape.is_leaf(node) and plan.waiting[node] == 1:
+            wholes.setdefault(id(factor.whole), []).append(k)
+    complete: dict[int, list[int]] = {}
+    for outputs in wholes.values():
+        parts = [part for k in outputs if isinstance(part := factors[k], Part)]
+        if [part.place for part in parts] == list(range(parts[0].count)):
+            complete[outputs[0]] = outputs
+    taken = {k for outputs in complete.values() for k in outputs}
+    alone: list[tuple[list[int], Factor | None]] = [([k], f) for k, f in factors.items() if k not in taken]
+    first = [(outputs, factors[k].whole) for k, outputs in complete.items()]  # type: ignore[union-attr]
+    return [*first, *alone]

@@ -32,15 +32,14 @@ from ..ops.custom import taught
 from ..ops.use import Use
 from ..read import saved
 from ..read.compiled import is_compiled
-from ..read.invoke import call, sum_to
 from ..read.library import unspent
 from ..read.nodes import NodeSlot, is_opaque
 from ..read.notes import lacking
 from ..read.roots import Roots
 from ..read.site import Flow, Site
 from ..read.tape import Slot
-from .bundles import Bundle, joined
-from .fallback import push_masked, sum_by_probe
+from .bundles import Bundle, joined, parts_as_one
+from .fallback import called, push_masked, sum_by_probe
 from .plan import CapturePlan
 from .portions import gathered, in_words, is_on_its_way, pull_in_portions
 from .pullback import lifted, pull
@@ -111,7 +110,7 @@ class Capture:
         self._check_unchanged()
         with grad_mode():
             for use in several:
-                arrived = gathered[use.nodes].end() if use.passed else self._returned(use, cotangents)
+                arrived = gathered[use.nodes].end() if use.passed else use.taken_from(cotangents)
                 if use.by_samples:
                     self._consume_by_samples(use, arrived)
                 else:
@@ -166,7 +165,7 @@ class Capture:
             if site.op.instead is not None:
                 instead = site.op.instead(site, grads, self.ordinary)
             site.forget()
-        for outputs, factor in self._regrouped(site, {k: factors.get(k) for k in use.outputs}):
+        for outputs, factor in parts_as_one(self.plan, site, {k: factors.get(k) for k in use.outputs}):
             self._add([site.edges[k] for k in outputs], factor)
         return instead
 
@@ -192,23 +191,6 @@ class Capture:
         shared = all(self.samples.flows[site.index, k] is Flow.SHARED for k in use.outputs)
         return shared and all(self.tape.is_leaf(leaf) and self.plan.waiting[leaf] == 1 for leaf in leaves)
 
-    def _regrouped(self, site: Site, factors: dict[int, Factor | None]) -> list[tuple[list[int], Factor | None]]:
-        """What comes to shared tensors: parts of one factor as one, if each is all that comes to a parameter."""
-        wholes: dict[int, list[int]] = {}
-        for k, factor in factors.items():
-            node, _ = site.edges[k]  # type: ignore[misc]
-            if isinstance(factor, Part) and self.tape.is_leaf(node) and self.plan.waiting[node] == 1:
-                wholes.setdefault(id(factor.whole), []).append(k)
-        complete: dict[int, list[int]] = {}
-        for outputs in wholes.values():
-            parts = [part for k in outputs if isinstance(part := factors[k], Part)]
-            if [part.place for part in parts] == list(range(parts[0].count)):
-                complete[outputs[0]] = outputs
-        taken = {k for outputs in complete.values() for k in outputs}
-        alone: list[tuple[list[int], Factor | None]] = [([k], f) for k, f in factors.items() if k not in taken]
-        first = [(outputs, factors[k].whole) for k, outputs in complete.items()]  # type: ignore[union-attr]
-        return [*first, *alone]
-
     def _consume_several(self, use: Bundle, cotangents: Mapping[int, Tensor]) -> None:
         """Turn the cotangents of ops that are alike, by their places in the bundle, into factors as if of one op."""
         if not cotangents:
@@ -222,10 +204,6 @@ class Capture:
         site.forget()
         for k in use.outputs:
             self._add([self.tape.edges[use.nodes[place]][k] for place in cotangents], factors[k])
-
-    def _returned(self, use: Bundle, cotangents: dict[Slot, Tensor]) -> dict[int, Tensor]:
-        """The cotangents of a bundle at which the engine stopped, by their places."""
-        return {place: g for place, n in enumerate(use.nodes) if (g := cotangents.pop((n, 0), None)) is not None}
 
     def _consume_by_samples(self, use: Bundle, cotangents: Mapping[int, Tensor]) -> None:
         """Turn the cotangents of ops that use the same tensors, each with some of the samples, into one factor."""
@@ -290,7 +268,8 @@ class Capture:
             lacking(use.site.node)
             return None
         if factor is None and there is not None and len(there.samples) == 1:
-            return self._of_one(use)
+            value = called(use)  # all of it is the one sample's
+            return None if value is None else Dense(value.unsqueeze(0))
         return factor if factor is not None or flow is Flow.MIXED else sum_by_probe(use)
 
     def _by_teaching(self, use: Use) -> Factor | None:
@@ -302,17 +281,8 @@ class Capture:
 
     def _separable_edge(self, use: Use, flow: Layout) -> Factor | None:
         """Part of a sum that is not separable, but this contribution is: compute it whole, once."""
-        value = self._called(use)
+        value = called(use)
         return None if value is None else _masked(value, flow)
-
-    def _of_one(self, use: Use) -> Factor | None:
-        """One sample's gradient is what the node computes."""
-        value = self._called(use)
-        return None if value is None else Dense(value.unsqueeze(0))
-
-    def _called(self, use: Use) -> Tensor | None:
-        value = call(use.site.node, use.cotangents, use.site.edges)[use.k]
-        return None if value is None else sum_to(value, use.target, use.site.metadata(use.k).dtype)
 
     def _read_ahead(self, site: Site) -> None:
         """Read what a checkpointed node saved; and, as its region is there, what the engine will not come to in it."""

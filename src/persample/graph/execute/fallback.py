@@ -103,6 +103,12 @@ def _finish(site: Site, k: int, value: Tensor | None) -> Tensor:
     return sum_to(value, site.target(k), meta.dtype)
 
 
+def called(use: Use) -> Tensor | None:
+    """What a node computes for the tensor whose gradient is asked for: the sum over all samples."""
+    value = call(use.site.node, use.cotangents, use.site.edges)[use.k]
+    return None if value is None else sum_to(value, use.target, use.site.metadata(use.k).dtype)
+
+
 def sum_by_probe(use: Use) -> Factor | None:
     """A linear node without a rule, its output not yet summed over broadcast dims: probe whose its elements are."""
     site, k = use.site, use.k
