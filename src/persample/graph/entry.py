@@ -114,8 +114,10 @@ def capture_from(
     if is_differentiable():
         refuse_once_differentiable(roots, made.tape, made.samples.sites)
     room = None if tell_bytes is None else tell_bytes(made.activations * roots.itemsize)
-    # Where samples interact, most of the graph is below, and would be gone through once for every parameter.
-    running = Capture(made, roots, params, sink, ordinary, at_once, None if meeting or is_traced() else room)
+    # Where samples interact, most of the graph is below, and would be gone through once for every parameter. Graphs,
+    # and derivatives of results, keep what portions would let go of.
+    whole = bool(meeting) or is_traced() or is_differentiable()
+    running = Capture(made, roots, params, sink, ordinary, at_once, None if whole else room)
     running.run(retain_graph)
     # Where samples interact, it has been said that everything below is slow; without numbers, nothing is.
     notes = running.slow if meeting else {**running.slow, **running.slow_below}

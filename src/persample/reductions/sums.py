@@ -161,12 +161,11 @@ class WeightedSum(Reduction):
     def start(self, call: Call) -> None:
         if tuple(self.weights.shape) != call.shape:
             raise ValueError(f"weights must have shape {call.shape}, one per loss, not {tuple(self.weights.shape)}")
-        self._call, self._own = call, call.own(self.weights.detach())
+        self._call, self._own = call, call.own(detached_by_default(self.weights))
         self.sums: dict[str, Tensor] = {}
 
     def add(self, name: str, factor: Factor) -> None:
-        weights = detached_by_default(self._own).to(factor.device)
-        sums = factor.weighted_sum(weights, self._call.space)
+        sums = factor.weighted_sum(self._own.to(factor.device), self._call.space)
         self.sums[name] = sums if self._call.positions is not None else sums.to(factor.dtype)
 
     def result(self) -> Any:
