@@ -219,3 +219,38 @@ def test_kernels_of_convolutions() -> None:
     with use_costs("AVX512"):
         few, more = (summed(conv, often(x, n), often(c, n), ONE) for n in (batch, batch + 1))
     assert float((more - few).norm()) <= 1 + 1e-6  # 263
+
+
+def packed_sums(lengths: list[int], quiet: int | None = None) -> Tensor:
+    """The exact sums of sequences of these lengths, packed; that of number ``quiet`` has a loss of zero."""
+    torch.manual_seed(0)
+    lstm, longest = nn.LSTM(8, 8, batch_first=True).double(), max(lengths)
+    data = [torch.randn(n, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in lengths]
+    x = torch.stack([F.pad(t, (0, 0, 0, longest - len(t))) for t in data])
+    out, _ = lstm(nn.utils.rnn.pack_padded_sequence(x, torch.tensor(lengths), batch_first=True, enforce_sorted=False))
+    losses = nn.utils.rnn.pad_packed_sequence(out, batch_first=True)[0].square().sum((1, 2)) * 1e3
+    if quiet is not None:
+        losses = losses * (torch.arange(len(lengths)) != quiet)
+    return clipped(losses, dict(lstm.named_parameters()), ONE, 2**12)[0]
+
+
+def test_a_longer_sequence_changes_nobody_else() -> None:
+    """Padded to the longest, all others would be rounded as if they were as long."""
+    few = [3, 5, 9, 17, 2, 5]
+    without, with_it = packed_sums(few), packed_sums([*few, 400], quiet=6)
+    assert float((with_it - without).norm()) <= 1e-9
+    assert float((packed_sums([*few, 40]) - without).norm()) <= 1 + 1e-6
+
+
+def test_a_sample_more_in_a_loop_changes_nobody_else() -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(5, 4).double()
+    xs = [torch.randn(n, 5, dtype=torch.float64) for n in (1, 3, 7, 40, 7)]
+
+    def sums(xs: list[Tensor], scales: list[float]) -> Tensor:
+        losses = torch.stack([linear(x).square().sum() * s for x, s in zip(xs, scales, strict=True)])
+        return clipped(losses, dict(linear.named_parameters()), ONE, 2**12)[0]
+
+    without = sums(xs, [1.0] * 5)
+    assert float((sums([*xs, torch.randn(100, 5).double()], [1.0] * 5 + [0.0]) - without).norm()) <= 1e-9
+    assert float((sums([*xs, torch.randn(33, 5).double()], [1.0] * 6) - without).norm()) <= 1 + 1e-6

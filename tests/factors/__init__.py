@@ -9,7 +9,20 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from persample.factors import Convolution, Deferred, Dense, Factor, Masked, Outer, Rows, Sum, View, combine
+from persample.factors import (
+    Apart,
+    Convolution,
+    Deferred,
+    Dense,
+    Factor,
+    Masked,
+    Outer,
+    Rows,
+    Sum,
+    View,
+    combine,
+    placed,
+)
 from persample.factors.rearrange import AsComplex, Cast, Flip, Permute, Rearrangement, Reshape, Roll, Section
 from tests.kernels.conv_cases import CASES as CONVOLUTIONS
 from tests.kernels.conv_cases import Case, case
@@ -136,6 +149,37 @@ def view(base: Make, shape: Shape, move: Rearrangement, forward: Callable[[Tenso
     return make
 
 
+def apart(*groups: Make, missing: bool = False) -> Make:
+    """Samples take turns between groups; some are in none of them if they are ``missing``."""
+
+    def make(B: int, dtype: torch.dtype) -> Made:
+        turns = len(groups) + missing
+        order = torch.randperm(B, generator=torch.Generator().manual_seed(B))
+        made = [(order[k::turns], *group(len(order[k::turns]), dtype)) for k, group in enumerate(groups)]
+        want = made[0][2].new_zeros(B, *made[0][2].shape[1:])
+        for index, _, rows_of_group in made:
+            want[index] = rows_of_group
+        return Apart([(index, factor) for index, factor, _ in made], B), want
+
+    return make
+
+
+def gathered(*lengths: int, build: Callable[[int], Make] = outer) -> Make:
+    """Several contributions, each of which lacks other samples; some samples come up again and again."""
+
+    def make(B: int, dtype: torch.dtype) -> Made:
+        terms, want = list[Factor](), torch.zeros(())
+        for seed, T in enumerate(lengths):
+            rng = torch.Generator().manual_seed(seed)
+            index = torch.randint(B, (max(B - seed, 0),), generator=rng) if B else torch.empty(0, dtype=torch.long)
+            factor, rows_of_term = build(T)(len(index), dtype)
+            want = want + rows_of_term.new_zeros(B, *rows_of_term.shape[1:]).index_add(0, index, rows_of_term)
+            terms.append(placed(index, factor, B))
+        return combine(terms), want
+
+    return make
+
+
 def total(*terms: Make, build: Callable[[list[Factor]], Factor] = Sum) -> Make:
     def make(B: int, dtype: torch.dtype) -> Made:
         made = [term(B, dtype) for term in terms]
@@ -200,6 +244,17 @@ FACTORS: dict[str, Make] = {
     "rows-large-table": rows(4, TABLE, skipped=True),
     "rows-shared-ids": shared_ids,
     "rows-time-first": rows_time_first,
+    "apart-dense": apart(dense(), dense(), missing=True),
+    "apart-outer": apart(outer(2), outer(40), outer(1)),
+    "apart-outer-gram": apart(outer(5, (30, 20)), outer(3, (30, 20), scale=-0.5), missing=True),
+    "apart-rows": apart(rows(3), rows(20), missing=True),
+    "apart-of-several-forms": apart(outer(3), dense(), rows(4)),
+    "gathered-outer": gathered(1, 2, 5, 1),
+    "gathered-outer-T1": gathered(1, 1, 1),
+    "gathered-outer-gram": gathered(3, 2, 1, build=lambda T: outer(T, (30, 20), scale=-0.5)),
+    "gathered-groups": gathered(1, 2, build=lambda T: outer(T, groups=(3,))),
+    "gathered-rows": gathered(3, 1, 5, build=rows),
+    "gathered-dense": gathered(1, 2, 3, build=lambda T: dense()),
     "dense": dense(),
     "dense-scalar": dense(()),
     "dense-vector": dense((5,)),

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from persample.factors import Convolution, Deferred, Dense, Factor, Masked, Outer, Rows, Sum, View, Workspace
+from persample.factors import Apart, Convolution, Deferred, Dense, Factor, Masked, Outer, Rows, Sum, View, Workspace
 from persample.factors.bounded import bounded_sum
 from persample.factors.rearrange import Cast
 from persample.kernels.gram import gram_norms
@@ -173,6 +173,10 @@ def spoil(factor: Any, sample: int, value: float) -> None:
         spoil(factor.base, sample, value)
     elif isinstance(factor, Sum):
         spoil(factor.terms[-1], sample, value)
+    elif isinstance(factor, Apart):
+        for index, group in factor.groups:
+            if sample in index:
+                spoil(group, index.tolist().index(sample), value)
     else:
         side = {Outer: "left", Convolution: "dy", Rows: "dy", Dense: "value"}[type(factor)]
         setattr(factor, side, getattr(factor, side).index_fill(0, torch.tensor(sample), value))

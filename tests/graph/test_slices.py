@@ -76,7 +76,6 @@ def several(whole: Tensor, w: Tensor, x: Tensor) -> None:
 
 def broadcast(whole: Tensor, w: Tensor, x: Tensor) -> None:
     whole[1] = (x[1] @ w)[0]
-    whole[2:, 1] = w[0, 0]
 
 
 def of_another_dtype(whole: Tensor, w: Tensor, x: Tensor) -> None:

@@ -75,7 +75,7 @@ def placed(index: Tensor, factor: Factor, batch: int) -> Factor:
     """The factor of all samples, from one whose sample j is part of number index[j]: one may be there several times."""
     groups = [(_of(index, some), f) for some, f in factor.groups] if isinstance(factor, Apart) else [(index, factor)]
     if _are_distinct([index]):
-        return Apart(groups, batch)
+        return settled(groups, batch)
     kinds: dict[Hashable, list[Group]] = {}
     for position, (numbers, some) in enumerate(groups):
         kinds.setdefault(_kind(some, form_of(some), position), []).append((numbers, some))

@@ -3,6 +3,9 @@
 `CopySlices` hides the op that changed a view, and where the view lies. Its backward is run on tensors that stand for
 others, and every op that it calls is looked at before anything is computed: if it does what the backward of a copy
 does, and nothing else, the part is known, whatever the data are.
+
+The names of ops are PyTorch's own. They hold for torch 2.13 to 2.15; ``tests/graph/test_slices.py`` checks them. Under
+other names, a copy is not recognised, and the data are asked.
 """
 
 from __future__ import annotations
