@@ -79,8 +79,10 @@ def _is_slow(losses: Tensor, roots: Roots, params: Mapping[str, Tensor], graph: 
 def _shared_by_samples(made: CapturePlan, losses: Tensor, params: Mapping[str, Tensor], graph: Graph) -> bool:
     """Is nothing shared by the losses of one sample alone? The engine would not go through that, nor call its hooks."""
     shared = {n for n in made.samples.batched if not (made.tape.is_leaf(n) or made.tape.op(n).view)}
-    if not shared or len(losses) == 1:
-        return not shared
+    if shared.isdisjoint(made.tape.fed):  # computed from parameters alone
+        return True
+    if len(losses) == 1:
+        return False
     return shared <= plan(Roots.of_position(losses, 0), list(params.values()), graph=graph).samples.batched
 
 
