@@ -53,13 +53,10 @@ class Several:
         elsewhere = 0
         for run in self._runs(given, in_portions):
             try:
-                for portions, portion in zip(found, run.portions(joined), strict=True):
-                    portions.append(portion)
+                found = _with_portion(found, run, given, joined)
             except NonFiniteError as error:
                 nonfinite += [run.call.index_of(row) for row in error.samples]
                 elsewhere = error.elsewhere
-            else:
-                found = [r.condense(own) if len(own) > 1 else own for r, own in zip(given, found, strict=True)]
         if nonfinite or elsewhere:
             raise NonFiniteError(sorted(nonfinite), self.losses.numel(), elsewhere)
         return whole, found
@@ -125,3 +122,11 @@ class Several:
 
     def _keep(self, positions: Positions, position: int) -> bool:
         return self.retain_graph or position < positions.count - 1
+
+
+def _with_portion(
+    found: list[list[Any]], run: Run, reductions: Sequence[Reduction], joined: Sequence[bool]
+) -> list[list[Any]]:
+    """What every reduction has of its portions, with that of another run."""
+    portions = [[*own, portion] for own, portion in zip(found, run.portions(joined), strict=True)]
+    return [r.condense(own) if len(own) > 1 else own for r, own in zip(reductions, portions, strict=True)]

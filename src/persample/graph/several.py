@@ -18,7 +18,8 @@ from torch import Tensor
 from .._errors import UnsupportedError
 from ..factors import Factor, Interleaved, interleave, split
 from .entry import capture_from, check_independence, one_sample, planned, planned_anew
-from .execute.capture import Capture, Sink
+from .execute.by_rule import factor_by_rule
+from .execute.capture import Sink
 from .execute.plan import CapturePlan, plan
 from .execute.watch import changed_in_place
 from .layout import Block
@@ -73,20 +74,22 @@ def _is_slow(losses: Tensor, roots: Roots, params: Mapping[str, Tensor], graph: 
             return True
     except UnsupportedError:  # which a backward from fewer losses at a time may do without, or raises again
         return True
-    return not _has_rules(made, roots, params)
+    return not _has_rules(made, roots)
 
 
 def _shared_by_samples(made: CapturePlan, losses: Tensor, params: Mapping[str, Tensor], graph: Graph) -> bool:
     """Is nothing shared by the losses of one sample alone? The engine would not go through that, nor call its hooks."""
     shared = {n for n in made.samples.batched if not (made.tape.is_leaf(n) or made.tape.op(n).view)}
-    if not shared or len(losses) == 1:
-        return not shared
+    if shared.isdisjoint(made.tape.fed):  # computed from parameters alone
+        return True
+    if len(losses) == 1:
+        return False
     return shared <= plan(Roots.of_position(losses, 0), list(params.values()), graph=graph).samples.batched
 
 
-def _has_rules(made: CapturePlan, roots: Roots, params: Mapping[str, Tensor]) -> bool:
+def _has_rules(made: CapturePlan, roots: Roots) -> bool:
     """Is there a rule for every use, with the samples where they are? Rules are tried with cotangents of zeros."""
-    capture = Capture(made, roots, params, lambda names, factor: None)
+    flows = made.samples.flows
     for use in made.uses:
         number, site = use.nodes[0], made.samples.sites[use.nodes[0]]
         if len(use.nodes) > 1 or in_checkpoint(site.node):  # several have one; a checkpoint would be run for that
@@ -95,7 +98,8 @@ def _has_rules(made: CapturePlan, roots: Roots, params: Mapping[str, Tensor]) ->
         zeros = [torch.zeros((), dtype=m.dtype, device=m.device).expand(m.shape) for m in metadata(site.node)]
         given = [None if layout is None else zero for zero, layout in zip(zeros, layouts, strict=True)]
         with torch.no_grad(), unnoted():
-            lacking = any(capture.by_rule(Use(site, k, given, layouts, roots.batch)) is None for k in use.outputs)
+            uses = [(Use(site, k, given, layouts, roots.batch), flows[number, k]) for k in use.outputs]
+            lacking = any(factor_by_rule(*one) is None for one in uses)
         site.forget()
         if lacking:
             return False

@@ -25,21 +25,19 @@ from ...factors import Dense, Factor, Masked, Part, Pulled, combine, placed, spl
 from ...kernels.certificates import is_traced
 from ...kernels.differentiable import carrying_mode, grad_mode
 from ...kernels.streams import Streams
-from ...numberless import NoNumbers
 from ..compiled.entry import Whole, whole
-from ..layout import Block, Layout, Present, labels, together
-from ..ops.custom import taught
+from ..layout import Block, Layout, Present, together
 from ..ops.use import Use
 from ..read import saved
 from ..read.compiled import is_compiled
 from ..read.library import unspent
-from ..read.nodes import NodeSlot, is_opaque
-from ..read.notes import lacking
+from ..read.nodes import NodeSlot
 from ..read.roots import Roots
 from ..read.site import Flow, Site
 from ..read.tape import Slot
 from .bundles import Bundle, joined, parts_as_one
-from .fallback import called, push_masked, sum_by_probe
+from .by_rule import factor_by_rule, masked
+from .fallback import push_masked
 from .plan import CapturePlan
 from .portions import gathered, in_words, is_on_its_way, pull_in_portions
 from .pullback import lifted, pull
@@ -234,7 +232,7 @@ class Capture:
         """
         factors: dict[int, Factor] = {}
         for k in outputs:
-            factor = self.by_rule(Use(site, k, cotangents, layouts, batch), there)
+            factor = factor_by_rule(Use(site, k, cotangents, layouts, batch), self.samples.flows[site.index, k], there)
             if factor is not None:
                 self._watch(factor.whole.tensors if isinstance(factor, Part) else factor.tensors)
                 self.record.append((site, k, f"rule: {type(factor).__name__}"))
@@ -254,35 +252,6 @@ class Capture:
         if there is None or isinstance(factor, Masked):
             return factor
         return placed(there.samples, factor, self.samples.batch)
-
-    def by_rule(self, use: Use, there: Present | None = None) -> Factor | None:
-        """The factor of one use, or None if there is no rule for it."""
-        flow = self.samples.flows[use.site.index, use.k]
-        if isinstance(flow, Layout):
-            return self._separable_edge(use, flow)
-        if is_opaque(use.site.node):
-            return self._by_teaching(use)
-        try:
-            factor = use.site.op.factor(use)
-        except NoNumbers:  # of indices that the rule goes by
-            lacking(use.site.node)
-            return None
-        if factor is None and there is not None and len(there.samples) == 1:
-            value = called(use)  # all of it is the one sample's
-            return None if value is None else Dense(value.unsqueeze(0))
-        return factor if factor is not None or flow is Flow.MIXED else sum_by_probe(use)
-
-    def _by_teaching(self, use: Use) -> Factor | None:
-        known = taught(use.site.node)
-        if known is None or is_compiled(use.site.node):  # which is read once for all of its parameters
-            return None if known is None else known.factor(use)
-        with saved.unpacked_often(use.site.node):
-            return known.factor(use)
-
-    def _separable_edge(self, use: Use, flow: Layout) -> Factor | None:
-        """Part of a sum that is not separable, but this contribution is: compute it whole, once."""
-        value = called(use)
-        return None if value is None else _masked(value, flow)
 
     def _read_ahead(self, site: Site) -> None:
         """Read what a checkpointed node saved; and, as its region is there, what the engine will not come to in it."""
@@ -345,7 +314,7 @@ class Capture:
             if self.tape.is_leaf(slot[0]):
                 g, layout = cotangents.get(slot), self.samples.cotangents[slot]
                 assert isinstance(layout, Layout)
-                self._add([slot], None if g is None else _masked(g, layout))
+                self._add([slot], None if g is None else masked(g, layout))
         while self.held:
             self._pull(self.samples.sites[self.held.pop()])
 
@@ -405,7 +374,3 @@ class Capture:
                 f"(cotangents of shape {[tuple(s) for s in site.shapes]}, output {k}): the answer is exact, but "
                 f"{self.samples.batch} samples go through this op one at a time.",
             )
-
-
-def _masked(value: Tensor, layout: Layout) -> Factor:
-    return Masked(value, labels(layout, tuple(value.shape), value.device), layout.batch)
