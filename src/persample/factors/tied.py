@@ -69,7 +69,7 @@ def tied_gram(mine: tuple[Outer, Rows], theirs: tuple[Outer, Rows], space: Works
 
     None where there are several outer products each, or where one of the sums is so small that digits are lost.
     """
-    if any(outer.positions != 1 for outer, _ in (mine, theirs)) or not can_look(mine[0].device):
+    if any(outer.positions != 1 or not outer.batch for outer, _ in (mine, theirs)) or not can_look(mine[0].device):
         return None
     for outer, rows in (mine, theirs):
         norms, _ = tied_norms(outer, rows, space)

@@ -23,7 +23,8 @@ from ..read.site import Site
 from .fallback import loops
 from .pullback import kept, pull
 
-_SMALL = 2**22  # bytes of a stack that is written out at once: a portion is no cheaper
+_SMALL = 2**22  # bytes of a stack that is written out at once: a portion is no cheaper, and nothing is said of it
+_TINY = 2**16  # the same whatever memory there is: beside what gradients are made of, it does not count
 
 
 class Step:
@@ -177,7 +178,7 @@ def pull_in_portions(
     if not sizes:
         return found, False
     given = sum(batch * f.numel * f.dtype.itemsize for f in factors if f is not None)
-    small = min(room, _SMALL)
+    small = max(min(room, _SMALL), _TINY)
     if not under_way and max(given, *sizes.values()) <= small:
         return pull(site, factors, batch)
     for k, size in sizes.items():
@@ -195,12 +196,12 @@ def gathered(factor: Factor) -> Factor:
 
 
 def in_words(pulled: Pulled) -> str | None:
-    """What to say of a parameter's gradients that are on their way; None where there is room for all of them at once.
+    """What to say of a parameter's gradients that are on their way.
 
-    So nothing is said of biases, scales and other small parameters, whatever they go through.
+    Nothing (None), if there is room for all of them at once, and if they are small anyway: biases and scales.
     """
     assert isinstance(pulled.through, Way)
-    if pulled.stack_bytes <= pulled.room:
+    if pulled.stack_bytes <= max(pulled.room, _SMALL):
         return None
     return (
         f"is used through {', '.join(pulled.through.names())}, of which persample knows no gradients that are shorter "
