@@ -164,9 +164,12 @@ def group_norm(use: Use) -> Factor | None:
 
 
 def _differentiable_sums(g: Tensor, x: Tensor, site: Site) -> tuple[Tensor, Tensor]:
-    """`group_norm_sums` of every image, (N, C) each: Σ g · x̂ is (Σ g · x - mean Σ g) · rstd."""
+    """`group_norm_sums` of every image, (N, C) each: Σ g · x̂ is (Σ g · x - mean Σ g) · rstd.
+
+    Other than those of a layer norm, the statistics of a group norm are results that PyTorch differentiates.
+    """
     groups = len(x), site.number("group"), -1
-    mean, rstd = _statistics(x.reshape(groups), [2], site.result("result2"))
+    mean, rstd = (site.tensor(name).to(x.dtype).unsqueeze(2) for name in ("result1", "result2"))
     products, sums = ((t if t.ndim == 2 else t.flatten(2).sum(2)).reshape(groups) for t in (g * x, g))
     return (products - mean * sums) * rstd, sums
 
