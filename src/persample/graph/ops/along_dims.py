@@ -51,7 +51,7 @@ def through_norms_of_rows(site: Site, k: int, factor: Factor) -> Factor | None:
     if not rows or site.value("ord") != 2 or t.is_complex() or factor.dtype != t.dtype:
         return None
     norm = norm.reshape(-1, *[1] * (t.ndim - 1))
-    unit = torch.where(norm == 0, torch.zeros((), dtype=t.dtype, device=t.device), t / norm)
+    unit = (t / norm.masked_fill(norm == 0, 1)).masked_fill(norm == 0, 0)
     return ByRows(factor.stack().flatten(1), unit)
 
 
