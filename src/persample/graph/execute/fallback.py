@@ -75,6 +75,8 @@ def _vmapped(site: Site, stacks: Sequence[Tensor | None], wanted: Sequence[int])
 
 
 def _loop(site: Site, rows: Iterable[Sequence[Tensor | None]], batch: int, wanted: Sequence[int]) -> dict[int, Tensor]:
+    if is_differentiable():
+        return _stacked(site, rows, wanted)
     results = {}
     for k in wanted:
         meta = site.metadata(k)
@@ -86,14 +88,18 @@ def _loop(site: Site, rows: Iterable[Sequence[Tensor | None]], batch: int, wante
         for k in wanted:
             results[k][i] = _finish(site, k, outputs[k])
 
-    def finish(outputs: Sequence[Tensor | None]) -> list[Tensor]:
-        return [_finish(site, k, outputs[k]) for k in wanted]
-
-    if is_differentiable():  # where every write into one tensor would be a step of its graph
-        finished = call_each(site.node, rows, site.edges, finish)
-        return {k: torch.stack(each) for k, each in zip(wanted, zip(*finished, strict=True), strict=True)}
     call_each(site.node, rows, site.edges, take)
     return results
+
+
+def _stacked(site: Site, rows: Iterable[Sequence[Tensor | None]], wanted: Sequence[int]) -> dict[int, Tensor]:
+    """`_loop` with a graph, in which every write into one tensor would be a step."""
+
+    def take(outputs: Sequence[Tensor | None]) -> list[Tensor]:
+        return [_finish(site, k, outputs[k]) for k in wanted]
+
+    taken = call_each(site.node, rows, site.edges, take)
+    return {k: torch.stack(each) for k, each in zip(wanted, zip(*taken, strict=True), strict=True)}
 
 
 def _finish(site: Site, k: int, value: Tensor | None) -> Tensor:

@@ -53,7 +53,7 @@ def through_norms(site: Site, k: int, factor: Factor) -> Factor | None:
     if not (rows or columns) or site.value("ord") != 2 or t.is_complex() or factor.dtype != t.dtype:
         return None
     norm = norm.reshape(-1)
-    scales = (factor.stack().flatten(1) / norm).masked_fill_(norm == 0, 0)
+    scales = (factor.stack().flatten(1) / norm.masked_fill(norm == 0, 1)).masked_fill(norm == 0, 0)
     return ByRows(scales, t) if rows else transposed(ByRows(scales, t.t()))
 
 

@@ -90,14 +90,15 @@ def _channels(use: Use) -> Shape:
     return (use.g.shape[1], *[1] * (use.g.ndim - 2))
 
 
-def _statistics(x: Tensor, dims: list[int], rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean, and one over the deviation, computed again with their graphs: those that ops save have none."""
-    variance, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
-    return mean, _over_deviation(variance, rstd)
+def _centred(x: Tensor, dims: list[int], rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """x less its mean, and one over its deviation, computed again with their graphs: what ops save has none."""
+    centred = x - x.mean(dims, keepdim=True)
+    return centred, _over_deviation(centred, dims, rstd)
 
 
-def _over_deviation(variance: Tensor, rstd: Tensor) -> Tensor:
+def _over_deviation(centred: Tensor, dims: list[int], rstd: Tensor) -> Tensor:
     """``rstd`` as a function of the variance, to which something was added that follows."""
+    variance = centred.square().mean(dims, keepdim=True)
     return torch.rsqrt(variance + (rstd.reshape(variance.shape).pow(-2) - variance.detach()))
 
 
@@ -107,9 +108,8 @@ def layer_norm(use: Use) -> Factor | None:
     if use.k != 1:
         return _shift(use)
     if is_differentiable():
-        x = saved("input").to(dtype)
-        mean, rstd = _statistics(x, _last(use), use.site.result("result2"))
-        return _rows_scaled(use, (x - mean) * use.g, rstd)
+        centred, rstd = _centred(saved("input").to(dtype), _last(use), use.site.result("result2"))
+        return _rows_scaled(use, centred * use.g, rstd)
     return _rows_scaled(use, (saved("input").to(dtype) - saved("result1")).mul_(use.g), saved("result2"))
 
 
@@ -120,7 +120,7 @@ def rms_norm(use: Use) -> Factor | None:
         return None
     if is_differentiable():
         x = saved("input").to(dtype)
-        rstd = _over_deviation(x.square().mean(_last(use), keepdim=True), use.site.result("result1"))
+        rstd = _over_deviation(x, _last(use), use.site.result("result1"))
         return _rows_scaled(use, x * use.g, rstd)
     return _rows_scaled(use, saved("input").to(dtype) * use.g, saved("result1"))
 
@@ -164,9 +164,12 @@ def group_norm(use: Use) -> Factor | None:
 
 
 def _differentiable_sums(g: Tensor, x: Tensor, site: Site) -> tuple[Tensor, Tensor]:
-    """`group_norm_sums` of every image, (N, C) each: Σ g · x̂ is (Σ g · x - mean Σ g) · rstd."""
+    """`group_norm_sums` of every image, (N, C) each: Σ g · x̂ is (Σ g · x - mean Σ g) · rstd.
+
+    Other than those of a layer norm, the statistics of a group norm are results that PyTorch differentiates.
+    """
     groups = len(x), site.number("group"), -1
-    mean, rstd = _statistics(x.reshape(groups), [2], site.result("result2"))
+    mean, rstd = (site.tensor(name).to(x.dtype).unsqueeze(2) for name in ("result1", "result2"))
     products, sums = ((t if t.ndim == 2 else t.flatten(2).sum(2)).reshape(groups) for t in (g * x, g))
     return (products - mean * sums) * rstd, sums
 
@@ -179,8 +182,8 @@ def batch_norm(use: Use) -> Factor | None:
         if _averages_batch(site) and is_differentiable():
             others = [d for d in range(use.g.ndim) if d != 1]
             x = site.tensor("input")
-            mean, rstd = _statistics(x.to(wide(x.dtype)), others, site.result("result2"))
-            return (x.to(mean.dtype) - mean) * rstd
+            centred, rstd = _centred(x.to(wide(x.dtype)), others, site.result("result2"))
+            return centred * rstd
         if _averages_batch(site):
             mean, rstd = site.tensor("result1"), site.tensor("result2")
         else:
