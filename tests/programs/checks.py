@@ -177,6 +177,23 @@ def check_reduce(losses: Tensor, params: list[Tensor], want: list[Tensor], slack
     same("ps.Gram", gram, (flat @ flat.t()).to(gram.dtype), loose * (1 + float(flat.abs().sum())))
 
 
+def check_several(losses: Tensor, params: list[Tensor], want: list[Tensor], slack: list[Tensor], make: Make) -> None:
+    """Two losses of each sample, in one portion and in two."""
+    pairs = torch.stack([losses, -2 * losses], 1)
+    both = rows(pairs.flatten(), params)
+    loose = [2 * s.repeat_interleave(2) for s in slack]
+    size = sum(p.numel() for p in params) ** 0.5
+    for memory in (None, 1):
+        *stack, norms = [
+            *ps.jacobian(pairs, params, retain_graph=True, max_memory=memory),
+            ps.norms(pairs, params, retain_graph=True, max_memory=memory),
+        ]
+        for k, (g, e) in enumerate(zip(stack, both, strict=True)):
+            same(f"ps.jacobian of parameter {k}", g.flatten(0, 1), e, loose[k] if slack else 0.0)
+        exact = flat_norms(both).to(norms.dtype)
+        same("ps.norms of pairs", norms.flatten(), exact, 10 * size * loose[0] if slack else 1e-9)
+
+
 def check_claims(losses: Tensor, params: list[Tensor], want: list[Tensor], slack: list[Tensor], make: Make) -> None:
     """Each loss alone reaches only those elements of cotangents that the plan says are its own sample's."""
     from persample.graph.execute.plan import plan
