@@ -18,7 +18,7 @@ from .integer_sums import IntegerSum, TermsSum
 from .limits import Unit, roundoff
 from .norms import with_untrusted_recomputed
 from .outer import Outer
-from .rearrange import AsComplex, Cast, Rearrangement, Reshape
+from .rearrange import AsComplex, Cast, Permute, Rearrangement, Reshape
 from .rows import Rows
 from .stacks import copied_to
 from .tied import tied, tied_bounds, tied_norms
@@ -135,6 +135,17 @@ class View(Factor):
         if self.rearrange.is_lossless and isinstance(other, View) and other.rearrange == self.rearrange:
             return self.base.gram(other.base, space)
         return super().gram(other, space)
+
+    def compress(self, left: Tensor, right: Tensor, space: Workspace | None = None) -> Tensor:
+        base, rearrange = self.base, self.rearrange
+        if self.dtype.is_complex or base.dtype.is_complex:
+            return super().compress(left, right, space)
+        if isinstance(rearrange, Reshape) or (isinstance(rearrange, Cast) and rearrange.is_lossless):
+            return base.compress(left, right, space)
+        if rearrange == Permute((1, 0)) and len(left) == self.shape[0]:
+            return base.compress(right, left, space).mT
+        sides = rearrange.sides(left, right, self.shape)
+        return super().compress(left, right, space) if sides is None else base.compress(*sides, space)
 
 
 class RearrangedSum(IntegerSum):
