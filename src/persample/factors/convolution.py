@@ -284,9 +284,10 @@ class Convolution(Factor):
         for some in (space or Workspace()).chunks(self.batch, each * dtype.itemsize):
             images = read[some].to(dtype).unflatten(2, (groups, -1)).flatten(1, 2)
             of_patches = convolve(images, kernels, self.geometry.for_one_group())
-            of_patches = of_patches[(..., *[slice(n) for n in other.shape[3:]])].flatten(3)
+            for axis, size in enumerate(other.shape[3:]):  # output_padding may have left room for more
+                of_patches = of_patches.narrow(3 + axis, 0, size)
             of_cotangents = of_groups @ other[some].to(dtype).unflatten(2, (groups, -1)).flatten(4)
-            compressed.append((of_cotangents.flatten(1, 2) @ of_patches.mT).sum(1))
+            compressed.append((of_cotangents.flatten(1, 2) @ of_patches.flatten(3).mT).sum(1))
         return torch.cat(compressed)
 
     def _compresses_images(self, left: Tensor, right: Tensor) -> bool:

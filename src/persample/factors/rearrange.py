@@ -40,9 +40,9 @@ class Rearrangement(ABC):
         The rows of ``left`` are the first dims of this ``shape``, and those of ``right`` the others.
         """
         moved, ndim = self.moved_dims(), len(shape)
-        for first in range(ndim + 1) if moved is not None else ():
-            if prod(shape[:first]) != len(left):
-                continue
+        if moved is None:
+            return None
+        for first in [first for first in range(ndim + 1) if prod(shape[:first]) == len(left)]:
             if moved.isdisjoint(range(first)):
                 return left, self._through_adjoint(right, (*[1] * first, *shape[first:]))
             if moved.isdisjoint(range(first, ndim)):
