@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 
 import pytest
 import torch
@@ -71,12 +72,13 @@ def check(factor: Factor, want: Tensor, space: Workspace | None = None, rtol: fl
         got = factor.dot(dots[:k], space)
         assert_near(got, n @ flat(dots[:k]).t(), size * (1 + flat(dots).norm()), rtol)
     assert_near(factor.gram(factor, space), n @ n.t(), size**2, rtol)
-    if shape and min(shape) and n.shape[1]:
-        rows_, columns = shape[0], n.shape[1] // shape[0]
-        left, right = numbers(torch.float64, rows_, 2), numbers(torch.float64, columns, 3)
-        z = torch.einsum("bnm,nk,ml->bkl", n.view(B, rows_, columns), left, right)
-        if columns > 1:
-            assert_near(factor.compress(left, right, space), z, size * left.norm() * right.norm(), rtol)
+    for first in range(len(shape) + 1) if n.shape[1] else ():
+        rows_ = prod(shape[:first])
+        columns = n.shape[1] // rows_  # of complex gradients, twice as many
+        for few in ((2, 3), (11, 0)):
+            left, right = numbers(torch.float64, rows_, few[0]), numbers(torch.float64, columns, few[1])
+            z = torch.einsum("bnm,nk,ml->bkl", n.view(B, rows_, columns), left, right)
+            assert_near(factor.compress(left, right, space), z, 1 + size * left.norm() * right.norm(), rtol)
 
 
 def empty(factor: Factor) -> Tensor:

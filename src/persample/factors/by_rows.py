@@ -86,6 +86,14 @@ class ByRows(Factor):
         dtype = wide(self.dtype)
         return self.scales.to(dtype) @ (directions * self.rows).to(dtype).flatten(2).sum(2).t()
 
+    def compress(self, left: Tensor, right: Tensor, space: Workspace | None = None) -> Tensor:
+        """Σ_i scales[i] · left[i] ⊗ (rows[i] right)."""
+        if len(left) != len(self.rows):
+            return super().compress(left, right, space)
+        dtype = wide(self.dtype)
+        read = self.rows.to(dtype).reshape(len(left), -1) @ right.to(dtype)
+        return torch.einsum("bn,nk,nl->bkl", self.scales.to(dtype), left.to(dtype), read)
+
 
 def beside(terms: Sequence[Factor]) -> tuple[Outer, ByRows] | None:
     """Outer products and scaled rows, if the terms are these two and norms of their sum need not be written out."""

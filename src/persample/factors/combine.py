@@ -134,6 +134,17 @@ class View(Factor):
             return self.base.gram(other.base, space)
         return super().gram(other, space)
 
+    def compress(self, left: Tensor, right: Tensor, space: Workspace | None = None) -> Tensor:
+        base, rearrange = self.base, self.rearrange
+        if self.dtype.is_complex or base.dtype.is_complex:
+            return super().compress(left, right, space)
+        if isinstance(rearrange, Reshape) or (isinstance(rearrange, Cast) and rearrange.is_lossless):
+            return base.compress(left, right, space)
+        if rearrange == Permute((1, 0)) and len(left) == self.shape[0]:
+            return base.compress(right, left, space).mT
+        sides = rearrange.sides(left, right, self.shape)
+        return super().compress(left, right, space) if sides is None else base.compress(*sides, space)
+
 
 class RearrangedSum(IntegerSum):
     """The integer sum of a view: the totals of its base, rearranged."""

@@ -285,3 +285,33 @@ class Convolution(Factor):
         x, dy = self.x.to(dtype), self.dy.to(dtype)
         products = [(dy * convolve(x, v.to(dtype), self.geometry)).flatten(1).sum(1) for v in directions]
         return torch.stack(products, 1) if products else dy.new_zeros(self.batch, 0)
+
+    def compress(self, left: Tensor, right: Tensor, space: Workspace | None = None) -> Tensor:
+        """Σ_t (leftᵀ dy_t) ⊗ (rightᵀ patch_t): an input convolved with the columns of ``right`` needs no patches."""
+        if not self._compresses_images(left, right):
+            return super().compress(left, right, space)
+        dtype, groups = wide(self.dtype), self.geometry.groups
+        read, other = (self.dy, self.x) if self.geometry.transposed else (self.x, self.dy)
+        kernels = right.to(dtype).t().reshape(-1, *self.size[1:])
+        of_groups = left.to(dtype).unflatten(0, (groups, -1)).mT
+        compressed = []
+        each = other.shape[1] * groups * prod(other.shape[3:]) * (left.shape[1] + right.shape[1])
+        for some in (space or Workspace()).chunks(self.batch, each * dtype.itemsize):
+            images = read[some].to(dtype).unflatten(2, (groups, -1)).flatten(1, 2)
+            of_patches = convolve(images, kernels, self.geometry.for_one_group())
+            for axis, size in enumerate(other.shape[3:]):  # output_padding may have left room for more
+                of_patches = of_patches.narrow(3 + axis, 0, size)
+            of_cotangents = of_groups @ other[some].to(dtype).unflatten(2, (groups, -1)).flatten(4)
+            compressed.append((of_cotangents.flatten(1, 2) @ of_patches.flatten(3).mT).sum(1))
+        return torch.cat(compressed)
+
+    def _compresses_images(self, left: Tensor, right: Tensor) -> bool:
+        """Does that take fewer multiplications than gradients that are written out, and is it right for these?"""
+        if len(left) != self.size[0] or self.dtype.is_complex:
+            return False
+        if not all(t.numel() for t in (self.x, self.dy, left, right)):
+            return False
+        (channels, above), (columns, beside), groups = left.shape, right.shape, self.geometry.groups
+        rows, places = channels // groups, self.positions * groups
+        by_images = places * (columns * beside + rows * above + above * beside)
+        return by_images <= places * rows * columns + self.numel * beside

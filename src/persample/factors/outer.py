@@ -288,8 +288,10 @@ class Outer(Factor):
         if self.dtype.is_complex or (self.positions > 1 and len(directions) > 2) or not self.positions:
             return super().dot(directions, space)
         dtype = wide(self.dtype)
-        left, right = self.left.to(dtype), self.right.to(dtype)
-        products = [(left * (right @ v.to(dtype).mT)).flatten(1).sum(1) for v in directions]
+        left, right, directions = self.left.to(dtype), self.right.to(dtype), directions.to(dtype)
+        if self.left.ndim == 3 and self.positions == 1 and len(directions) > 1:
+            return _products_with_many(left.squeeze(1), right.squeeze(1), directions, space) * self.scale
+        products = [(left * (right @ v.mT)).flatten(1).sum(1) for v in directions]
         return torch.stack(products, 1) * self.scale if products else left.new_zeros(self.batch, 0)
 
     def gram(self, other: Factor, space: Workspace | None = None) -> Tensor:
@@ -304,12 +306,25 @@ class Outer(Factor):
         return products
 
     def compress(self, left: Tensor, right: Tensor, space: Workspace | None = None) -> Tensor:
-        """Σ_t (l_t left) ⊗ (r_t right)."""
-        if self.left.ndim != 3 or self.dtype.is_complex:
+        """Σ_t (l_t left) ⊗ (r_t right), over all groups: their matrices lie below each other."""
+        if len(right) != self.right.shape[-1] or self.dtype.is_complex:
             return super().compress(left, right, space)
-        dtype = wide(self.dtype)
-        left, right = self.left.to(dtype) @ left.to(dtype), self.right.to(dtype) @ right.to(dtype)
-        return torch.bmm(left.mT, right).mul_(self.scale)
+        dtype, groups = wide(self.dtype), self.left.shape[1:-2]
+        of_groups = left.to(dtype).reshape(*groups, self.left.shape[-1], left.shape[1])
+        compressed = (self.left.to(dtype) @ of_groups).mT @ (self.right.to(dtype) @ right.to(dtype))
+        if groups:
+            compressed = compressed.flatten(1, -3).sum(1)
+        return compressed * self.scale
+
+
+def _products_with_many(left: Tensor, right: Tensor, directions: Tensor, space: Workspace | None) -> Tensor:
+    """(B, k): lᵀ V r of left (B, p) and right (B, d) for every V of (k, p, d), by one product for many of them."""
+    products = []
+    for some in (space or Workspace()).chunks(len(directions), left.nbytes):
+        few = directions[some]
+        read = right @ few.flatten(0, 1).t()
+        products.append(torch.bmm(read.unflatten(1, few.shape[:2]), left.unsqueeze(2)).squeeze(2))
+    return torch.cat(products, 1)
 
 
 def _sums_of_parts(left: Tensor, right: Tensor, parts: int) -> Tensor:

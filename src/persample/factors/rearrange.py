@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -28,6 +29,30 @@ class Rearrangement(ABC):
     @abstractmethod
     def adjoint(self, stack: Tensor) -> Tensor:
         """(k, *shape) -> (k, *base)."""
+
+    def moved_dims(self) -> set[int] | None:
+        """The dims that it moves elements along, or out of; None if it changes more than places."""
+        return None
+
+    def sides(self, left: Tensor, right: Tensor, shape: Shape) -> tuple[Tensor, Tensor] | None:
+        """Matrices l and r with leftᵀ · rearrange(g) · right = lᵀ · g · r for all g; None where there are none.
+
+        The rows of ``left`` are the first dims of this ``shape``, and those of ``right`` the others.
+        """
+        moved, ndim = self.moved_dims(), len(shape)
+        if moved is None:
+            return None
+        for first in [first for first in range(ndim + 1) if prod(shape[:first]) == len(left)]:
+            if moved.isdisjoint(range(first)):
+                return left, self._through_adjoint(right, (*[1] * first, *shape[first:]))
+            if moved.isdisjoint(range(first, ndim)):
+                return self._through_adjoint(left, (*shape[:first], *[1] * (ndim - first))), right
+        return None
+
+    def _through_adjoint(self, columns: Tensor, dims: Shape) -> Tensor:
+        """(n, k) -> (n', k): each column, seen with these dims, as `adjoint` changes it."""
+        moved = self.adjoint(columns.t().reshape(columns.shape[1], *dims))
+        return moved.reshape(len(moved), prod(moved.shape[1:])).t()
 
 
 @dataclass(frozen=True)
@@ -56,6 +81,9 @@ class Permute(Rearrangement):
     def adjoint(self, stack: Tensor) -> Tensor:
         return stack.permute(0, *[self.order.index(d) + 1 for d in range(len(self.order))])
 
+    def moved_dims(self) -> set[int]:
+        return {dim for dim, before in enumerate(self.order) if dim != before}
+
 
 @dataclass(frozen=True)
 class Section(Rearrangement):
@@ -77,6 +105,9 @@ class Section(Rearrangement):
         part = stack[self._where]
         return part.squeeze(self.dim + 1) if self.squeezed else part
 
+    def moved_dims(self) -> set[int]:
+        return {self.dim}
+
     @property
     def _where(self) -> tuple[slice, ...]:
         return (slice(None),) * (self.dim + 1) + (slice(self.start, self.stop, self.step),)
@@ -93,6 +124,9 @@ class Flip(Rearrangement):
 
     adjoint = __call__
 
+    def moved_dims(self) -> set[int]:
+        return set(self.dims)
+
 
 @dataclass(frozen=True)
 class Roll(Rearrangement):
@@ -106,6 +140,9 @@ class Roll(Rearrangement):
 
     def adjoint(self, stack: Tensor) -> Tensor:
         return self._rolled(stack, tuple(-n for n in self.shifts))
+
+    def moved_dims(self) -> set[int] | None:
+        return set(self.dims) or None
 
     def _rolled(self, stack: Tensor, shifts: tuple[int, ...]) -> Tensor:
         if self.dims:

@@ -276,9 +276,9 @@ class Rows(Factor):
 
     def compress(self, left: Tensor, right: Tensor, space: Workspace | None = None) -> Tensor:
         """Σ_t left[id_t] ⊗ (dy_t right)."""
-        if self.dtype.is_complex:
+        if self.dtype.is_complex or len(left) != self.size:
             return super().compress(left, right, space)
         dtype = wide(self.dtype)
         picked = left.to(dtype)[self.ids.clamp(min=0)].masked_fill_((self.ids < 0).unsqueeze(2), 0)
-        dy = self.dy.flatten(2).to(dtype).masked_fill((self.ids < 0).unsqueeze(2), 0)
+        dy = self.dy.reshape(*self.ids.shape, len(right)).to(dtype).masked_fill((self.ids < 0).unsqueeze(2), 0)
         return torch.bmm(picked.mT, dy @ right.to(dtype))

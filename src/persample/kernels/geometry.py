@@ -1,7 +1,7 @@
 """The options of a convolution in one record."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 __all__ = ["Geometry"]
 
@@ -21,6 +21,10 @@ class Geometry:
     def arguments(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], bool, tuple[int, ...], int]:
         """In the order in which PyTorch's convolutions take them."""
         return self.stride, self.padding, self.dilation, self.transposed, self.output_padding, self.groups
+
+    def for_one_group(self) -> "Geometry":
+        """The same for the channels of one group alone, not transposed."""
+        return replace(self, transposed=False, output_padding=(0,) * len(self.stride), groups=1)
 
     def read_size(self, out_size: Sequence[int], kernel: Sequence[int]) -> tuple[int, ...]:
         """How much of the padded input is read, if not transposed: s·(O - 1) + δ·(k - 1) + 1 on each axis."""

@@ -8,7 +8,6 @@ from functools import partial
 from hashlib import blake2b
 from math import isqrt, prod, sqrt
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -17,9 +16,9 @@ from ..factors import Factor
 from ..factors.stacks import real_rows
 from ..numberless import with_numbers
 from .base import Call, Reduction
+from .kept import Kept
 
 _ELEMENTS = 2**18  # of a projection matrix at a time; fixed, as the random numbers depend on it
-_KEPT_BYTES = 2**26  # of a projection's matrices on an accelerator, where copying one makes the host wait
 
 Kind = Literal["rademacher", "gaussian", "kronecker"]
 
@@ -105,8 +104,7 @@ class Projection:
 # (256, 8): the eight bits of every byte as signs.
 _SIGNS = ((torch.arange(256, device="cpu").unsqueeze(1) >> torch.arange(8, device="cpu")) & 1).to(torch.float32) * 2 - 1
 
-# What is on accelerators, for as long as the projection lives.
-_KEPT: WeakKeyDictionary[Projection, dict[object, Tensor]] = WeakKeyDictionary()
+KEPT = Kept()  # matrices of projections: making one takes longer than using it
 
 
 class Project(Reduction):
@@ -157,16 +155,8 @@ class Project(Reduction):
             self._projected[samples] += (rows[:, start - offset : stop - offset] @ matrix).to(self._projected)
 
     def _on(self, device: torch.device, what: object, make: Callable[[], Tensor]) -> Tensor:
-        """A matrix on the device: made anew on the CPU, and kept elsewhere with the projection, if there is room."""
-        if device.type == "cpu":
-            return make()
-        kept = _KEPT.setdefault(self.projection, {})
-        matrix = kept.get((device, what))
-        if matrix is None:
-            matrix = make().to(device)
-            if matrix.nbytes + sum(t.nbytes for t in kept.values()) <= _KEPT_BYTES:
-                kept[device, what] = matrix
-        return matrix
+        """A matrix on the device, made anew if it was not kept."""
+        return KEPT.get(self.projection, (device, what), lambda: make().to(device))
 
     def result(self) -> Tensor:
         return self._projected.to(self._call.dtype)
