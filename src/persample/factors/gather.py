@@ -32,6 +32,7 @@ def combine(terms: Sequence[Factor]) -> Factor:
     """The sum of ``terms`` as one factor: outer products and rows are concatenated along their positions."""
     if len(terms) == 1:
         return terms[0]
+    terms = [each for term in terms for each in (term.terms if isinstance(term, Sum) else [term])]
     terms = [term.compute_all() if isinstance(term, Deferred) else term for term in terms]  # to be concatenated
     if any(isinstance(term, Apart) for term in terms):
         terms = _gathered(terms)

@@ -72,7 +72,7 @@ class Hadamard(Factor):
         outer = self.base
         assert isinstance(outer, Outer)
         left, right = (t.squeeze(1).to(widest(self.device)).square() for t in (outer.left, outer.right))
-        total = (left @ squares(self.by).to(left.dtype)).mul_(right).sum(1)
+        total = (left @ squares(self.by.to(left.dtype))).mul_(right).sum(1)
         return root(total) * abs(outer.scale)
 
     def term_norms(self) -> Tensor:

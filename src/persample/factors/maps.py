@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.convolution import convolve
+from ..kernels.devices import can_look
+from ..numberless import has_numbers
 from .base import Factor, Shape
 from .by_rows import ByRows
 from .combine import Sum, View
@@ -25,7 +27,9 @@ from .outer import Outer
 from .rearrange import Permute, Reshape
 from .rows import Rows
 
-__all__ = ["inner_with", "left_times", "scaled", "times_right", "transposed"]
+_FEW, _MANY = 2.0**-40, 2.0**40  # float32 and bfloat16 have three times that range in either direction
+
+__all__ = ["are_moderate", "inner_with", "left_times", "scaled", "times_right", "transposed"]
 
 
 def scaled(factor: Factor, by: Tensor) -> Factor | None:
@@ -42,6 +46,8 @@ def _scaled(factor: Factor, by: Tensor) -> Factor | None:
         return _each(factor, lambda term: _scaled(term, by))
     if isinstance(factor, Dense):
         return Dense(factor.value * by)
+    if not are_moderate(by):  # gradients are, where the parts that they are made of would not be
+        return Hadamard(factor, by.expand(factor.shape))
     if isinstance(factor, Outer):
         return _scaled_products(factor, by)
     if isinstance(factor, ByRows):
@@ -56,6 +62,17 @@ def _scaled(factor: Factor, by: Tensor) -> Factor | None:
         base = _scaled(factor.base, inside)
         return None if base is None else View(base, factor.shape, factor.rearrange)
     return Hadamard(factor, by.expand(factor.shape))
+
+
+def are_moderate(numbers: Tensor) -> bool:
+    """Can these be multiplied into one side of a product? Far from one, what has to do with no sample could overflow.
+
+    Zeros may be; numbers that cannot be looked at are taken to be.
+    """
+    if not can_look(numbers.device) or not has_numbers(numbers):
+        return True
+    sizes = numbers.detach().abs()
+    return bool(((sizes >= _FEW) & (sizes <= _MANY) | (sizes == 0)).all())
 
 
 def _each(factor: Sum, change: Callable[[Factor], Factor | None]) -> Factor | None:
@@ -146,10 +163,10 @@ def left_times(matrix: Tensor, factor: Factor) -> Factor | None:
         mixed = (matrix * factor.scales.unsqueeze(1)).flatten(0, 1) @ factor.rows
         return Dense(mixed.reshape(factor.batch, len(matrix), factor.shape[1]))
     if isinstance(factor, Rows):
-        read = matrix.t()[factor.ids.clamp(min=0)]
-        if factor.skips:
-            read = read.masked_fill((factor.ids < 0).unsqueeze(2), 0)
-        return Outer(read, factor.dy)
+        read, dy = matrix.t()[factor.ids.clamp(min=0)], factor.dy
+        if factor.skips:  # and what was skipped may be infinite
+            read, dy = (t.masked_fill((factor.ids < 0).unsqueeze(2), 0) for t in (read, dy))
+        return Outer(read, dy)
     if matrix.numel() and (kernels := _kernels(factor)) is not None:
         mixed = torch.einsum("rp,bnp...->bnr...", matrix, kernels.dy)
         size: Shape = (len(matrix), *kernels.size[1:])

@@ -118,6 +118,8 @@ class Outer(Factor):
         The last product is kept until norms are known: what a weight is normalised by needs it several times.
         """
         kept, dtype = self.reads[1], dtype or self.dtype
+        if is_differentiable():  # the same numbers may come with another graph
+            return self.right.to(dtype) @ matrix.to(dtype).t()
         key = storage_of(matrix), matrix.storage_offset(), matrix.shape, matrix.stride(), dtype
         if not kept or kept["key"] != key:
             kept.update(key=key, matrix=matrix, product=self.right.to(dtype) @ matrix.to(dtype).t())

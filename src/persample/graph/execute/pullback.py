@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from ...distributed.wrappers import passed_from, passes_on
 from ...factors import Apart, Dense, Factor
 from ..ops.table import Through
@@ -53,6 +55,8 @@ def kept(site: Site, factors: Sequence[Factor | None]) -> dict[int, Factor]:
 def _kept_through(site: Site, factor: Factor, wanted: Sequence[int]) -> dict[int, Factor]:
     """The factors of those operands to which the op's result leads without anything being written out."""
     found: dict[int, Factor] = {}
+    if factor.dtype == torch.float16 and not isinstance(factor, Dense):
+        return found  # whose range is too small for sides that are changed before they are multiplied
     for k in wanted:
         through = site.op.through.get(k)
         if through is None:

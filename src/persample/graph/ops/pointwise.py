@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...factors import Factor, View
-from ...factors.maps import inner_with, scaled
+from ...factors.maps import are_moderate, inner_with, scaled
 from ...factors.rearrange import Cast
 from ..layout import Flow, Labels, Outcome, Shape, broadcast_dims, carry
 from ..read.invoke import call
@@ -128,14 +128,15 @@ def through_quotient(site: Site, k: int, factor: Factor) -> Factor | None:
     """self / other: one over the other, or -self / other²; what is rounded has no slope."""
     other = _operand(site, "other", factor)
     rounds = site.has("rounding_mode") and site.value("rounding_mode") is not None
-    if other is None or other.is_complex() or rounds:
+    if other is None or other.is_complex() or rounds or not are_moderate(other):
         return None
+    other = other.to(factor.dtype)
     if k == 0:
-        return _times(site, k, factor, other.to(factor.dtype).reciprocal())
+        return _times(site, k, factor, other.reciprocal())
     if site.target(k) == factor.shape:
-        return scaled(factor, -site.tensor("self") / other.square())
+        return scaled(factor, -(site.tensor("self").to(factor.dtype) / other) / other)
     inner = inner_with(factor, site.tensor("self"), site.target(k))
-    return None if inner is None else scaled(inner, -other.to(factor.dtype).square().reciprocal())
+    return None if inner is None else scaled(inner, -other.square().reciprocal())
 
 
 def through_negative(site: Site, k: int, factor: Factor) -> Factor | None:
