@@ -233,7 +233,7 @@ def test_errors_are_the_eager_verbs() -> None:
         return ps.compile(losses, params, ps.Norms(), backend="eager", verbose=False)
 
     with pytest.raises(ValueError, match="must have shape"):
-        step(lambda x: model(x))(x)
+        step(lambda x: model(x).sum())(x)
     with pytest.raises(TypeError, match="must be a tensor"):
         step(lambda x: (model(x).sum(1), 1))(x)
     with pytest.raises(RuntimeError, match="no graph"):
