@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
-
 from ...factors import ByRows, Factor
 from ..layout import Flow, Layout, Outcome, Shape, same
 from ..read.site import Site
