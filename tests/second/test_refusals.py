@@ -103,3 +103,15 @@ def test_a_rule_that_reads_a_result_without_a_graph_is_refused(monkeypatch: pyte
         ps.UnsupportedError, match=r"goes by a result \(result1\) that the op has saved without a graph"
     ):
         ps.grad(score(model(x)), model, create_graph=True)
+
+
+def test_several_losses_per_sample_are_refused_and_the_remedies_work() -> None:
+    model, x = nn.Linear(4, 3).double(), data(B, 4)
+    outputs = model(x).sin()
+    for verb in (ps.norms, ps.grad, ps.gram):
+        with pytest.raises(ps.UnsupportedError, match=r"have shape \(3, 3\).*losses\[:, k\].*losses.flatten"):
+            verb(outputs, model, create_graph=True)
+    with pytest.raises(ps.UnsupportedError, match="one loss per sample"):
+        ps.gram(outputs, model, outputs[:, 0], create_graph=True)
+    agrees(outputs[:, 1], model, [x])
+    agrees(outputs.flatten(), model, [x])
