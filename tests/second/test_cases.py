@@ -135,7 +135,7 @@ def test_derivatives_are_those_of_a_loop(case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "B", "with_data"), MANY)
+@pytest.mark.parametrize(("case", "B", "with_data"), MANY, ids=str)
 def test_derivatives_are_those_of_a_loop_everywhere(case: Case, B: int, with_data: bool) -> None:
     check(case, B, with_data)
 
