@@ -113,7 +113,8 @@ def check(case: Case, B: int, with_data: bool) -> None:
     rtol = ILL_CONDITIONED.get(case.name, max(case.rtol, 1e-6))
     for name, (want, second) in wanted.items():
         for a, b in zip(answers[name], want, strict=True):
-            torch.testing.assert_close(real_parts(a).detach(), real_parts(b).detach(), rtol=rtol, atol=rtol, msg=name)
+            x, y = (real_parts(t).detach() for t in (a, b))  # the variance of one sample is NaN
+            torch.testing.assert_close(x, y, rtol=rtol, atol=rtol, equal_nan=True, msg=name)
         try:
             assert_close(derivatives(mixed(answers[name]), problem.leaves), second, rtol)
         except AssertionError as error:
@@ -135,7 +136,7 @@ def test_derivatives_are_those_of_a_loop(case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "B", "with_data"), MANY)
+@pytest.mark.parametrize(("case", "B", "with_data"), MANY, ids=str)
 def test_derivatives_are_those_of_a_loop_everywhere(case: Case, B: int, with_data: bool) -> None:
     check(case, B, with_data)
 
