@@ -78,3 +78,15 @@ def test_uses_by_single_samples_are_made_into_one_factor() -> None:
     assert {name: (type(f), f.nbytes) for name, f in ours.items()} == {
         name: (type(f.standalone if isinstance(f, Part) else f), f.nbytes) for name, f in theirs.items()
     }
+
+
+@pytest.mark.parametrize("shape", [(6,), (1, 6), (4, 6)])
+def test_norms_of_samples_without_a_dim_of_rows(shape: tuple[int, ...]) -> None:
+    """All dims of a sample are the norm's own: samples cannot be put together along one of them."""
+    norm, x = nn.LayerNorm(shape).double(), torch.randn(5, *shape, dtype=torch.float64)
+
+    def losses() -> Tensor:
+        return torch.stack([(norm(one) * one).pow(3).sum() for one in x])
+
+    for params in ([norm.weight], [norm.bias], [norm.weight, norm.bias]):
+        assert_same(ps.grad(losses(), params), definition(losses(), params))

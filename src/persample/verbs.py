@@ -82,8 +82,8 @@ def grad(
 
     Returns:
         (*losses.shape, *shape) per parameter: a dict for a module or a mapping, a tuple for a sequence. Parameters
-        that the losses do not reach get zeros; frozen ones are left out of a dict. On Linux, the storage of a result of
-        4 MB or more cannot be made larger (``resize_``), as it is not from PyTorch's allocator.
+        that the losses do not reach get zeros; frozen ones are left out of a dict. On Linux, the storage of
+        a result of 4 MB or more cannot be made larger (``resize_``), as it is not from PyTorch's allocator.
     """
     stacks: dict[str, Tensor] | tuple[Tensor, ...]
     (stacks,) = reduce(

@@ -61,6 +61,7 @@ POINTWISE = [
     Row("Add", lambda: M + U, {"alpha": 1}),
     Row("Sub", lambda: torch.sub(M, U, alpha=2.5), {"alpha": 2.5}),
     Row("Mul", lambda: M * U, {"self": M, "other": U}),
+    Row("Div", lambda: torch.div(M, U, rounding_mode="floor"), {"rounding_mode": "floor"}),
     Row("Mul", lambda: C1 * U, {"self": C1, "other": None}),
 ]
 

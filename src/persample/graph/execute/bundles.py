@@ -175,6 +175,8 @@ def _kind_by_samples(plan: CapturePlan, use: Bundle) -> Hashable:
         *views, leaf = _only_way(plan, number, k)
         if not tape.is_leaf(leaf):
             return None
+        if op.rowwise.by_last_dims and len(tape.shapes(leaf)[0]) >= len(shape):  # one sample without a dim of rows
+            return None
         ways.append((k, [tape.op(n) for n in views], leaf))
     rows = None if len(shape) == 2 else layout.inner
     kept = tuple([read(node, o) for o in options if has(node, o)])

@@ -245,7 +245,7 @@ def through_weight_norm(site: Site, k: int, factor: Factor) -> Factor | None:
 _op = partial(op, flow={0: rows, 1: shared_by_rows, 2: shared_by_rows}, mixed_dims=last_dims)
 _READ = ("input", "result1", "result2")
 
-_op("NativeLayerNorm", rule=layer_norm, rowwise=Rowwise({1: _READ, 2: ()}), shape_follows=True)
+_op("NativeLayerNorm", rule=layer_norm, rowwise=Rowwise({1: _READ, 2: ()}, by_last_dims=True), shape_follows=True)
 _op("FusedRmsNorm", rule=rms_norm)
 op(
     "NativeGroupNorm",

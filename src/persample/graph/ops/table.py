@@ -49,6 +49,7 @@ class Rowwise:
 
     reads: Mapping[int, tuple[str, ...]]  # backward output -> the saved tensors that are read row by row
     options: tuple[str, ...] = ()  # what the nodes must have in common
+    by_last_dims: bool = False  # the last dims of a cotangent are those of the parameters, and rows the ones before
 
 
 @dataclass(frozen=True, slots=True)

@@ -227,7 +227,7 @@ def selected_rows(site: Site, k: int, layouts: Layouts) -> Outcome:
 def index_select(use: Use) -> Factor | None:
     """Rows of a table along dim 0."""
     samples = use.rows(1)
-    if samples is None or use.site.number("dim") % use.g.ndim != 0:
+    if samples is None or not use.g.ndim or use.site.number("dim") % use.g.ndim != 0:
         return None
     return _rows(use, samples, use.site.tensor("index").reshape(-1), use.g, 1)
 

@@ -30,6 +30,7 @@ def weight_per_sample(
     have any strides. Padding modes other than zeros arrive as an x that is already padded. With B = 0 the
     result is empty, with R = 0 it is zero. `out` is written and returned; `kernel` overrides `choose`.
 
+    >>> import torch
     >>> x, dy = torch.ones(2, 1, 3, 5), torch.ones(2, 1, 4, 3)
     >>> geometry = Geometry((1,), (0,), (1,), transposed=False, output_padding=(0,), groups=1)
     >>> weight_per_sample(x, dy, (4, 3, 3), geometry).shape
