@@ -378,3 +378,32 @@ def test_hooks_of_other_threads_know_the_mode() -> None:
         thread.start()
         thread.join()
     assert seen == [True, False]
+
+
+@pytest.mark.parametrize("layer", ["one position", "several", "convolution"])
+def test_a_gradient_of_zero_beside_others_is_differentiated_twice(layer: str) -> None:
+    """The norm of one parameter's gradient has no second derivative where it is zero; that of all of them has."""
+    model = {
+        "one position": nn.Linear(6, 5),
+        "several": nn.Linear(32, 48, bias=False),
+        "convolution": nn.Conv1d(8, 6, 3),
+    }
+    first, other, z = model[layer].double(), nn.Linear(4, 1).double(), data(3, 4)
+    x = data(*{"one position": (3, 6), "several": (3, 4, 32), "convolution": (3, 8, 5)}[layer]).detach()
+    x[0] = 0
+    x.requires_grad_()
+    params = [*first.parameters(), *other.parameters()]
+    losses = first(x).tanh().flatten(1).sum(1) + other(z).square().sum(1)
+    rows = torch.cat([g.flatten(1) for g in loop(losses, params).values()], 1)
+    norms, gram, total = ps.reduce(losses, params, ps.Norms(), ps.Gram(), ps.ClippedSum(0.5), create_graph=True)
+    weights = (0.5 / rows.norm(dim=1).clamp(min=0.5)).unsqueeze(1)
+    pairs = [
+        (norms, rows.norm(dim=1)),
+        (gram, rows @ rows.t()),
+        (torch.cat([t.flatten() for t in total]), (weights * rows).sum(0)),
+    ]
+    for got, want in pairs:
+        once = [torch.autograd.grad(mixed([answer]), x, create_graph=True) for answer in (got, want)]
+        twice = [derivatives(mixed(slopes), [x]) for slopes in once]
+        assert bool(twice[1][0][0].any())
+        assert_close(*twice, 1e-9)

@@ -358,6 +358,8 @@ def _all_positions(left: Tensor, right: Tensor) -> Tensor:
 
 def inner_products(a: Tensor, b: Tensor) -> Tensor:
     """(N, d), (M, d) -> (N, M) in float64: of unit vectors in their own precision, and scaled, to stay in range."""
+    if is_differentiable():  # the norm of a row of zeros has no second derivative
+        return a.to(widest(a.device)) @ b.to(widest(b.device)).t()
     (unit_a, long_a), (unit_b, long_b) = _unit(a), _unit(b)
     return (unit_a @ unit_b.t()).to(long_a.dtype) * long_a.unsqueeze(1) * long_b
 

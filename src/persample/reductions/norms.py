@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..factors import Dense, Factor, Part, regroup
+from ..factors import Dense, Factor, Part, Workspace, regroup
 from ..factors.dense import is_small_stack
-from ..factors.stacks import real_matrix
+from ..factors.stacks import real_matrix, real_rows
 from ..kernels.devices import can_look
+from ..kernels.differentiable import is_differentiable
 from ..kernels.norms import norms_of_norms, row_norms, wide
 from .base import Call, Reduction
 from .groups import Groups, Per, as_groups
@@ -57,6 +58,7 @@ class ParameterNorms:
         self._call = call
         self._together = together and not can_look(call.device)
         self._norms: list[Tensor] = []  # (n, B) for n parameters at a time
+        self._squares: list[Tensor] = []  # likewise, where norms of zero have no derivatives: see `_apart_from_zeros`
         self._count = 0  # of all their rows
         self._rows: dict[str, int] = {}  # where a parameter's norms are among them
         self._parts: dict[str, Factor] = {}  # which wait for the other parts of their whole, to be computed at once
@@ -80,7 +82,11 @@ class ParameterNorms:
         self._parts = {}
 
     def _compute(self, names: Sequence[str], factor: Factor) -> None:
-        norms = factor.cached_norms(self._call.space).view(len(names), self._call.batch)
+        norms = factor.cached_norms(self._call.space)
+        if is_differentiable():
+            norms, squares = _apart_from_zeros(factor, norms, self._call.space)
+            self._squares.append(squares.view(len(names), self._call.batch).to(self._call.device))
+        norms = norms.view(len(names), self._call.batch)
         if not can_look(factor.device) and wide(factor.dtype).to_real() != self._call.dtype:
             # Elements may have been too large, which nobody has looked at; in a narrower result it shows by itself.
             norms = norms.masked_fill(norms > torch.finfo(wide(factor.dtype)).max, torch.inf)
@@ -118,4 +124,27 @@ class ParameterNorms:
             norms = torch.stack([every[:, row] for row in rows], 1) if rows else every[:, :0]
         if small:
             norms = torch.cat([norms, self._of_small(small).unsqueeze(1)], 1)
-        return norms_of_norms(norms, self._call.dtype)
+        total = norms_of_norms(norms, self._call.dtype)
+        return self._with_squares(total, rows) if self._squares and not small else total
+
+    def _with_squares(self, total: Tensor, rows: Sequence[int]) -> Tensor:
+        """(total² + squares)^½, for squares of zero, which have derivatives."""
+        squares = torch.cat(self._squares)
+        if not squares.requires_grad:
+            return total
+        unit = total.masked_fill(total == 0, 1)
+        return total * (1 + torch.stack([squares[row] for row in rows]).sum(0) / unit.square()).sqrt()
+
+
+def _apart_from_zeros(factor: Factor, norms: Tensor, space: Workspace) -> tuple[Tensor, Tensor]:
+    """(B,) each: norms that are constant where they are zero, and squares of norms, which are zero elsewhere.
+
+    A norm has no second derivative at zero, but its square has, and so has the norm of several gradients together.
+    """
+    nothing = torch.zeros_like(norms.detach())
+    zero = norms.detach() == 0
+    if not can_look(norms.device) or not bool(zero.any()):
+        return norms, nothing
+    none, some = zero.nonzero().squeeze(1), (~zero).nonzero().squeeze(1)
+    squares = real_rows(factor[none].stack()).to(norms.dtype).square().sum(1)
+    return nothing.index_copy(0, some, factor[some].norms(space)), nothing.index_copy(0, none, squares)
