@@ -11,10 +11,12 @@ from torch import Tensor
 
 from persample.factors import (
     Apart,
+    ByRows,
     Convolution,
     Deferred,
     Dense,
     Factor,
+    Hadamard,
     Masked,
     Outer,
     Rows,
@@ -110,6 +112,27 @@ def dense(shape: Shape = SHAPE) -> Make:
     def make(B: int, dtype: torch.dtype) -> Made:
         value = numbers(dtype, B, *shape)
         return Dense(value), exact(value)
+
+    return make
+
+
+def by_rows(shape: Shape = SHAPE) -> Make:
+    """A shared matrix, of which every sample scales the rows."""
+
+    def make(B: int, dtype: torch.dtype) -> Made:
+        scales, shared = numbers(dtype, B, shape[0]), numbers(dtype, *shape)
+        return ByRows(scales, shared), torch.einsum("bn,n...->bn...", exact(scales), exact(shared))
+
+    return make
+
+
+def hadamard(base: Make) -> Make:
+    """Another factor's gradients times a tensor of their shape, in which there are zeros."""
+
+    def make(B: int, dtype: torch.dtype) -> Made:
+        factor, want = base(B, dtype)
+        by = numbers(dtype, *factor.shape) * (numbers(torch.float64, *factor.shape) > 0)
+        return Hadamard(factor, by), want * exact(by)
 
     return make
 
@@ -244,6 +267,14 @@ FACTORS: dict[str, Make] = {
     "rows-large-table": rows(4, TABLE, skipped=True),
     "rows-shared-ids": shared_ids,
     "rows-time-first": rows_time_first,
+    "by-rows": by_rows(),
+    "by-rows-of-numbers": by_rows((6,)),
+    "by-rows-of-matrices": by_rows((6, 2, 3)),
+    "hadamard-T1": hadamard(outer(1)),
+    "hadamard-T40": hadamard(outer(40)),
+    "hadamard-rows": hadamard(rows(3)),
+    "hadamard-by-rows": hadamard(by_rows()),
+    "apart-by-rows": apart(by_rows(), by_rows(), missing=True),
     "apart-dense": apart(dense(), dense(), missing=True),
     "apart-outer": apart(outer(2), outer(40), outer(1)),
     "apart-outer-gram": apart(outer(5, (30, 20)), outer(3, (30, 20), scale=-0.5), missing=True),

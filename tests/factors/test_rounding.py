@@ -10,7 +10,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from persample.factors import Apart, Convolution, Deferred, Dense, Factor, Masked, Outer, Rows, Sum, View, Workspace
+from persample.factors import (
+    Apart,
+    ByRows,
+    Convolution,
+    Deferred,
+    Dense,
+    Factor,
+    Hadamard,
+    Masked,
+    Outer,
+    Rows,
+    Sum,
+    View,
+    Workspace,
+)
 from persample.factors.bounded import bounded_sum
 from persample.factors.rearrange import Cast
 from persample.kernels.gram import gram_norms
@@ -169,7 +183,7 @@ def spoil(factor: Any, sample: int, value: float) -> None:
         factor.value.masked_fill_(factor.index == sample, value)
     elif isinstance(factor, Deferred):
         spoil(factor._make.__self__, sample, value)
-    elif isinstance(factor, View):
+    elif isinstance(factor, (View, Hadamard)):
         spoil(factor.base, sample, value)
     elif isinstance(factor, Sum):
         spoil(factor.terms[-1], sample, value)
@@ -178,7 +192,7 @@ def spoil(factor: Any, sample: int, value: float) -> None:
             if sample in index:
                 spoil(group, index.tolist().index(sample), value)
     else:
-        side = {Outer: "left", Convolution: "dy", Rows: "dy", Dense: "value"}[type(factor)]
+        side = {Outer: "left", Convolution: "dy", Rows: "dy", Dense: "value", ByRows: "scales"}[type(factor)]
         setattr(factor, side, getattr(factor, side).index_fill(0, torch.tensor(sample), value))
 
 

@@ -46,7 +46,7 @@ class ByRows(Factor):
         return ByRows(self.scales[samples], self.rows)
 
     def stack(self, out: Tensor | None = None) -> Tensor:
-        scales = self.scales.reshape(self.batch, -1, *[1] * (self.rows.ndim - 1))
+        scales = self.scales.reshape(self.batch, len(self.rows), *[1] * (self.rows.ndim - 1))
         if is_differentiable():
             return copied_to(out, scales * self.rows)
         return torch.mul(scales, self.rows, out=out)
@@ -68,7 +68,7 @@ class ByRows(Factor):
 
     def _norms_of_rows(self) -> Tensor:
         """(n,): in the rows' own precision, if nothing overflows or vanishes in it."""
-        short: Tensor = torch.linalg.vector_norm(self.rows.flatten(1), dim=1)
+        short: Tensor = torch.linalg.vector_norm(self.rows.unsqueeze(1).flatten(1), dim=1)
         least, most = torch.finfo(short.dtype).tiny ** 0.25, torch.finfo(short.dtype).max ** 0.25
         if not can_look(self.device) or not bool(((short > least) & (short < most)).all()):
             return row_norms(self.rows)
@@ -84,7 +84,7 @@ class ByRows(Factor):
 
     def dot(self, directions: Tensor, space: Workspace | None = None) -> Tensor:
         dtype = wide(self.dtype)
-        return self.scales.to(dtype) @ (directions * self.rows).to(dtype).flatten(2).sum(2).t()
+        return self.scales.to(dtype) @ (directions * self.rows).to(dtype).unsqueeze(2).flatten(2).sum(2).t()
 
     def compress(self, left: Tensor, right: Tensor, space: Workspace | None = None) -> Tensor:
         """Σ_i scales[i] · left[i] ⊗ (rows[i] right)."""
