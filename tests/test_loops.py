@@ -90,3 +90,16 @@ def test_norms_of_samples_without_a_dim_of_rows(shape: tuple[int, ...]) -> None:
 
     for params in ([norm.weight], [norm.bias], [norm.weight, norm.bias]):
         assert_same(ps.grad(losses(), params), definition(losses(), params))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_a_bias_for_every_row_of_a_sample(rows: int) -> None:
+    """Rows of several samples cannot be put together where each has a parameter of its own."""
+    w, bias = (nn.Parameter(torch.randn(*size, dtype=torch.float64)) for size in ((6, 3), (rows, 3)))
+    x = torch.randn(5, rows, 6, dtype=torch.float64)
+
+    def losses() -> Tensor:
+        return torch.stack([torch.addmm(bias, one, w).tanh().sum() for one in x])
+
+    assert_same(ps.grad(losses(), [w, bias]), definition(losses(), [w, bias]))
+    assert_same(ps.grad(losses(), [bias]), definition(losses(), [bias]))

@@ -407,3 +407,25 @@ def test_a_gradient_of_zero_beside_others_is_differentiated_twice(layer: str) ->
         twice = [derivatives(mixed(slopes), [x]) for slopes in once]
         assert bool(twice[1][0][0].any())
         assert_close(*twice, 1e-9)
+
+
+@pytest.mark.parametrize("form", ["numbers", "rows of a table", "groups"])
+def test_a_part_of_a_gradient_that_is_zero_is_differentiated_twice(form: str) -> None:
+    u = data(3, 2).detach()
+    u[0, 0] = 0
+    u.requires_grad_()
+    p = {"numbers": data(3, 2), "rows of a table": data(5, 3), "groups": data(2, 3, 4)}[form]
+    if form == "numbers":
+        losses = (u.sin() * p).sum(1)
+    elif form == "groups":
+        losses = torch.einsum("bg,gpd->b", u.sin(), p.tanh())
+    else:
+        read = F.embedding(torch.tensor([[0, 1], [2, 3], [4, 4]]), p)
+        losses = (read * u.sin().unsqueeze(2)).sum((1, 2))
+    rows = loop(losses, [p])
+    want = torch.cat([g.flatten(1) for g in rows.values()], 1).norm(dim=1)
+    got = ps.norms(losses, [p], create_graph=True)
+    once = [torch.autograd.grad(mixed([answer]), u, create_graph=True) for answer in (got, want)]
+    twice = [derivatives(mixed(slopes), [u]) for slopes in once]
+    assert bool(twice[1][0][0, 0] != 0)
+    assert_close(*twice, 1e-9)

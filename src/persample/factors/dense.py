@@ -233,7 +233,10 @@ class Masked(Factor):
         largest = size.new_zeros(self._batch + 1)
         largest.scatter_reduce_(0, torch.where(index < 0, self._batch, index), size.detach().reshape(-1), "amax")
         scale = torch.where((largest > 0) & largest.isfinite(), largest, 1)
-        return root(self._per_sample((size / scale[self.index]).square())) * scale[: self._batch]
+        # By squares of the numbers themselves: that of |z| has no second derivative at zero.
+        parts = torch.view_as_real(self.value.resolve_conj()) if self.value.is_complex() else self.value.unsqueeze(-1)
+        each = (parts.to(size.dtype) / scale[self.index].unsqueeze(-1)).square().sum(-1)
+        return root(self._per_sample(each)) * scale[: self._batch]
 
     def weighted_sum(self, weights: Tensor, space: Workspace | None = None) -> Tensor:
         dtype = wide(self.dtype)

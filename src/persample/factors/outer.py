@@ -182,6 +182,8 @@ class Outer(Factor):
         self.forget_reads()
         if not self.positions:
             return torch.zeros(self.batch, dtype=widest(self.device), device=self.device)
+        if is_differentiable() and self.left.ndim != 3:  # the norm of a group of zeros has no second derivative
+            return super()._compute_norms(space)
         if self.positions == 1:
             return self._product_norms()
         return super()._compute_norms(space) if self.prefers_stack(False) else self._gram_norms(space)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.devices import can_look
+from ..kernels.differentiable import is_differentiable
 from ..kernels.norms import root, row_norms, wide
 from ..kernels.rows import Segments, add_products, rows_summed
 from .base import Factor, Selection, Shape
@@ -148,8 +149,11 @@ class Rows(Factor):
         each = self._norms_in_range(totals)
         largest = each.new_zeros(self.batch).scatter_reduce_(0, sample, each.detach(), "amax")
         scale = torch.where((largest > 0) & largest.isfinite(), largest, 1)
-        squares = torch.zeros_like(scale).index_add_(0, sample, (each / scale[sample]).square())
-        return root(squares) * scale
+        if is_differentiable():  # the norm of a row of zeros has no second derivative
+            squares = (real_rows(totals).to(each.dtype) / scale[sample].unsqueeze(1)).square().sum(1)
+        else:
+            squares = (each / scale[sample]).square()
+        return root(torch.zeros_like(scale).index_add(0, sample, squares)) * scale
 
     def _norms_in_range(self, totals: Tensor) -> Tensor:
         """The norms of rows of totals in float32 or wider: infinite where one is in the gradients' dtype."""

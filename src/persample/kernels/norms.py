@@ -44,6 +44,8 @@ def row_norms(rows: Tensor) -> Tensor:
     flat = (torch.view_as_real(rows.resolve_conj()) if rows.is_complex() else rows).reshape(rows.shape[0], -1)
     dtype = widest(flat.device)
     looks = can_look(flat.device)
+    if is_differentiable():  # the norm of a run of zeros has no second derivative
+        return _scaled(flat)
     if wide(flat.dtype) != dtype and (flat.shape[1] <= _RUN or not looks):
         return _norm(flat, dtype)  # no square is too large or too small for the wider one
     if not looks:

@@ -177,6 +177,9 @@ def _kind_by_samples(plan: CapturePlan, use: Bundle) -> Hashable:
             return None
         if op.rowwise.by_last_dims and len(tape.shapes(leaf)[0]) >= len(shape):  # one sample without a dim of rows
             return None
+        target = tape.shapes(views[0] if views else leaf)[0]
+        if not reads[k] and len(target) == len(shape) and target[0] != 1:  # a row for each row of a sample
+            return None
         ways.append((k, [tape.op(n) for n in views], leaf))
     rows = None if len(shape) == 2 else layout.inner
     kept = tuple([read(node, o) for o in options if has(node, o)])
