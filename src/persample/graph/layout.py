@@ -180,13 +180,19 @@ def _expand_groups(index: Tensor, shape: Shape, to_shape: Shape) -> Tensor:
     return index.expand(sizes).reshape(out)
 
 
+def narrowed(index: Tensor) -> Tensor:
+    """Labels with dims along which they do not vary dropped to size 1."""
+    for d, n in enumerate(index.shape):
+        if n > 1 and bool((index == index.narrow(d, 0, 1)).all()):
+            index = index.narrow(d, 0, 1)
+    return index
+
+
 def simplify(index: Tensor, shape: Shape, batch: int) -> Layout:
     """Labels as a Block where they are one, with dims along which they do not vary dropped to size 1."""
     if index.numel() == 0 or 0 in shape:
         return Labels(batch, index)
-    for d, n in enumerate(index.shape):
-        if n > 1 and bool((index == index.narrow(d, 0, 1)).all()):
-            index = index.narrow(d, 0, 1)
+    index = narrowed(index)
     varying = [d for d, n in enumerate(index.shape) if n != 1]
     if varying:
         first, last = varying[0], varying[-1]
@@ -218,7 +224,7 @@ def join(a: Layout, b: Layout, shape: Shape) -> Layout | None:
     both = torch.maximum(x, y)
     if bool(((x != both) & (x != NOBODY)).any()) or bool(((y != both) & (y != NOBODY)).any()):
         return None
-    return simplify(both, shape, a.batch) if bool((both != NOBODY).all()) else Labels(a.batch, both)
+    return simplify(both, shape, a.batch) if bool((both != NOBODY).all()) else Labels(a.batch, narrowed(both))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -230,7 +236,7 @@ class Present:
 
 
 def present(layouts: Sequence[Layout | None], shapes: Sequence[Shape]) -> Present | None:
-    """The samples that these tensors have to do with; None if that is all of them, or none.
+    """The samples that these tensors have to do with; None if that is all of them.
 
     Where each has one place, they keep the order of these: then they often are a block.
     """
@@ -241,11 +247,14 @@ def present(layouts: Sequence[Layout | None], shapes: Sequence[Shape]) -> Presen
         return None
     batch, (first, *others) = labelled[0].batch, labelled
     if first.index.numel() == 1 and not others:
-        return None if int(first.index) == NOBODY else Present(first.index.reshape(1), _wholes(layouts, shapes))
+        some = first.index.reshape(1)
+        return Present(some, _wholes(layouts, shapes)) if int(some) != NOBODY else _nobody(layouts)
     numbers = torch.cat([layout.index.reshape(-1) for layout in labelled])
     numbers = numbers[numbers != NOBODY]
     samples = numbers.unique()
-    if not 0 < len(samples) < batch:
+    if not len(samples):
+        return _nobody(layouts)
+    if len(samples) == batch:
         return None
     samples = numbers if len(numbers) == len(samples) else samples
     place = samples.new_full((batch + 1,), NOBODY)  # the last is that of nobody's
@@ -255,6 +264,11 @@ def present(layouts: Sequence[Layout | None], shapes: Sequence[Shape]) -> Presen
         for layout, shape in zip(layouts, shapes, strict=True)
     ]
     return Present(samples, tuple(among))
+
+
+def _nobody(layouts: Sequence[Layout | None]) -> Present:
+    """No loss depends on these tensors."""
+    return Present(torch.empty(0, dtype=torch.int64), (None,) * len(layouts))
 
 
 def _wholes(layouts: Sequence[Layout | None], shapes: Sequence[Shape]) -> tuple[Layout | None, ...]:

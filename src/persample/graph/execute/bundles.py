@@ -67,7 +67,7 @@ class Bundle:
         return (
             None not in first
             and not first[0].is_complex
-            and all(kind[:2] == first[:2] for kind in first[2:])
+            and all(None not in kind and kind[:2] == first[:2] for kind in first[2:])
             and not kinds
         )
 

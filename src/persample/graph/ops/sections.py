@@ -12,7 +12,7 @@ from torch import Tensor
 from ...factors import Dense, Factor, View
 from ...factors.rearrange import Section
 from ...numberless import with_numbers
-from ..layout import NOBODY, Flow, Labels, Layout, Outcome, Shape, labels, same, sample_dims, simplify
+from ..layout import NOBODY, Flow, Labels, Layout, Outcome, Shape, labels, narrowed, same, sample_dims, simplify
 from ..read.site import Site
 from ..sample_rows import SampleRows
 from .dims import but, follow, keep, only
@@ -67,7 +67,7 @@ def _set_into(picked: Tensor, target: Shape, dim: int, where: slice, batch: int)
     index = picked.new_full(sizes, NOBODY)
     index[(slice(None),) * dim + (where,)] = picked
     if len(range(target[dim])[where]) < target[dim]:  # something is nobody's: no block
-        return Labels(batch, index)
+        return Labels(batch, narrowed(index))
     return simplify(index, target, batch)
 
 
