@@ -94,11 +94,15 @@ def _has_rules(made: CapturePlan, roots: Roots) -> bool:
         number, site = use.nodes[0], made.samples.sites[use.nodes[0]]
         if len(use.nodes) > 1 or in_checkpoint(site.node):  # several have one; a checkpoint would be run for that
             continue
-        layouts = made.samples.layouts(number)
+        there = made.present.get(number)
+        layouts = made.samples.layouts(number) if there is None else there.layouts
+        if not any(layouts):
+            continue
         zeros = [torch.zeros((), dtype=m.dtype, device=m.device).expand(m.shape) for m in metadata(site.node)]
         given = [None if layout is None else zero for zero, layout in zip(zeros, layouts, strict=True)]
         with torch.no_grad(), unnoted():
-            uses = [(Use(site, k, given, layouts, roots.batch), flows[number, k]) for k in use.outputs]
+            batch = roots.batch if there is None else len(there.samples)
+            uses = [(Use(site, k, given, layouts, batch), flows[number, k], there) for k in use.outputs]
             lacking = any(factor_by_rule(*one) is None for one in uses)
         site.forget()
         if lacking:
