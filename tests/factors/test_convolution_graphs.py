@@ -67,7 +67,7 @@ MODELS: dict[str, Model] = {
         nn.Conv2d(16, 16, 3, groups=16),
         nn.Tanh(),
         nn.Conv2d(16, 8, 1),
-        nn.AdaptiveAvgPool2d(1),
+        nn.AdaptiveAvgPool2d(2),  # of one pixel, in channels-last models, is an as_strided, which nobody can follow
         nn.Flatten(),
     ),
     "several images": Frames,
