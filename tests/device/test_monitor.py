@@ -103,7 +103,7 @@ def test_projections(name: str, kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["rademacher", "kronecker"])
 def test_matrices_are_copied_once(kind: Any) -> None:
-    """They are kept with the projection, as long as it lives."""
+    """They are kept from call to call."""
     projection, waits = ps.Projection(12, seed=5, kind=kind), []
     model, data = built(KINDS["mlp"], DEVICE)
     for _ in range(3):
