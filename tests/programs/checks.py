@@ -334,7 +334,8 @@ def check_traced(losses: Tensor, params: list[Tensor], want: list[Tensor], slack
     others = [t * (1 + 0.1 * torch.cos(t)) if t.is_floating_point() else t for t in tensors]
     fresh_weights = [t.requires_grad_() for t in others[count:]]
     torch.default_generator.manual_seed(torch.initial_seed())
-    norms, *stacks = graph(*others)
+    with torch.no_grad():  # as compiled steps run it
+        norms, *stacks = graph(*others)
     expected = torch.func.functional_call(module, dict(zip(weights, fresh_weights, strict=True)), tuple(others[:count]))
     every = rows(expected, fresh_weights)
     if not all(bool(t) for t in stacks[len(every) :]) or not all(bool(e.isfinite().all()) for e in every):
@@ -342,4 +343,5 @@ def check_traced(losses: Tensor, params: list[Tensor], want: list[Tensor], slack
     for name, got, e in zip(weights, stacks, every, strict=False):
         same(f"traced gradient of {name}", got, e, 1e-9 if e.dtype == torch.float64 else 1e-2)
     exact = flat_norms(every).to(norms)
-    same("traced norms", norms.unsqueeze(1), exact.unsqueeze(1), 1e-6 if norms.dtype == torch.float64 else 1e-2)
+    tolerance = 1e-6 if norms.dtype == torch.float64 else 1e-2  # of rows that half precision has rounded
+    same("traced norms", norms.unsqueeze(1), exact.unsqueeze(1), tolerance * (1 + exact.double()))

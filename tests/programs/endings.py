@@ -84,7 +84,8 @@ def end(w: Writer) -> None:
     known = [v for v in w.values if v.tensor.requires_grad and v.known]
     if not known:
         raise CannotBeWritten("nothing to end with")
-    hooked = not w.mix and w.chance(0.2)
+    asked_for_data = any(".requires_grad_()" in line for line in w.lines)  # no hook runs on what is computed from it
+    hooked = not w.mix and w.chance(0.2) and not asked_for_data
     name = w.named("l", _one(w, known[-1], plain=hooked))
     if w.chance(0.3) and not hooked:
         second = w.named("l", _one(w, w.pick(known)))
