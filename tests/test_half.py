@@ -22,7 +22,7 @@ MODES = {f"{'autocast' if cast else 'parameters'} {dtype}": (dtype, cast) for ca
 SCALES = (1.0, 2.0**-12, 2.0**13)  # of the losses: gradients in the middle, at the lower and the upper end of float16
 SUBNORMAL = 2.0**-24  # the smallest float16
 
-# PyTorch adds up the gradients of hundreds of uses in half precision, or rounds in hundreds of ops: it ends up elsewhere.
+# PyTorch adds up gradients of hundreds of uses in half precision, or rounds in hundreds of ops: it ends up elsewhere.
 DRIFTS = {"deep_chain_of_small_layers", "deep_chain_on_the_weight", "long_scan_with_weights"}
 # Of a parameter that is subtracted again, the gradient is rounding noise beside that of the others.
 CANCELS = {"mixing-standardised"}
