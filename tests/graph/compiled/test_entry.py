@@ -239,6 +239,21 @@ def test_several_results(backend: str) -> None:
     exact_and_fast(backend, model, losses)
 
 
+def test_dropout_that_a_checkpoint_draws_again(backend: str) -> None:
+    """Inductor's code draws the forward pass's numbers again, from a seed; its graph, run by others, draws new ones."""
+    model, x = mlp(), images(3)
+    block = nn.Sequential(model, nn.Dropout(0.5))
+    fast = torch.compile(lambda h: checkpoint(block, h, use_reentrant=False).sin(), backend=backend)
+    with torch._functorch.config.patch(donated_buffer=False):
+        losses = squares(fast(x))
+        want = definition(losses, model)
+        for _ in range(2):
+            assert_same(ps.grad(losses, model, retain_graph=True), want)
+            assert_same(
+                ps.grad(losses, {"0.weight": model[0].weight}, retain_graph=True), {"0.weight": want["0.weight"]}
+            )
+
+
 def test_an_input_that_is_changed(backend: str) -> None:
     layer = nn.Linear(3, 3).double()
 

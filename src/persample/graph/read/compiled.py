@@ -219,7 +219,8 @@ def refuse_effects(graph: fx.GraphModule) -> None:
                 raise Unreadable(f"{target}, which holds a graph within the graph")
         elif schema_of(target).is_mutable:
             raise Unreadable(f"{target}, which writes to a tensor")
-        elif torch.Tag.nondeterministic_seeded in target.tags:
+        elif torch.Tag.nondeterministic_seeded in target.tags or "inductor_rand" in str(target):
+            # Inductor's own ops have no such tag: its code draws the same numbers from a seed, anybody else others.
             raise Unreadable(f"{target}, which draws random numbers")
 
 
