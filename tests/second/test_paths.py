@@ -429,3 +429,56 @@ def test_a_part_of_a_gradient_that_is_zero_is_differentiated_twice(form: str) ->
     twice = [derivatives(mixed(slopes), [u]) for slopes in once]
     assert bool(twice[1][0][0, 0] != 0)
     assert_close(*twice, 1e-9)
+
+
+def _tied_terms(u: Tensor, words: int) -> tuple[Tensor, Tensor]:
+    table, ids = data(words, 4), torch.randint(words, (3, 6))
+    read = (F.embedding(ids, table) * u[:, 0, None, None].sin()).tanh().sum((1, 2))
+    return table, read + (u[:, 1, None, None].sin() * (torch.randn(3, 2, 4).double() @ table.t())).tanh().sum((1, 2))
+
+
+def _outer_and_row_norms(u: Tensor, positions: int) -> tuple[Tensor, Tensor]:
+    weight, x = data(40, 24), torch.randn(3, positions, 24).double()
+    product = (u[:, :1].sin() * F.linear(x, weight).flatten(1)).tanh().sum(1)
+    return weight, product + (u[:, 1:].sin() * weight.norm(dim=1)).tanh().sum(1)
+
+
+def _grouped_convolution(u: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
+    weight, x = data(4, 2, 3), torch.randn(3, 4, 6).double() * u.sin().repeat_interleave(2, 1).unsqueeze(2)
+    convolve = F.conv_transpose1d if transposed else F.conv1d
+    return weight, convolve(x, weight, padding=1, groups=2).tanh().flatten(1).sum(1)
+
+
+PARTS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
+    "small tied table": lambda u: _tied_terms(u, 5),
+    "large tied table": lambda u: _tied_terms(u, 300),
+    "row norms": lambda u: _outer_and_row_norms(u, 1),
+    "row norms, several positions": lambda u: _outer_and_row_norms(u, 2),
+    "groups of channels": lambda u: _grouped_convolution(u, False),
+    "groups of channels, transposed": lambda u: _grouped_convolution(u, True),
+}
+
+
+@pytest.mark.parametrize("verb", ["norms", "clipped_sum"])
+@pytest.mark.parametrize(
+    ("form", "way"),
+    [(form, way) for form in PARTS for way in ("stack", "patches", "pixels") if way == "stack" or "channels" in form],
+)
+def test_one_of_the_parts_of_a_sum_is_zero(form: str, way: str, verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of two samples lacks another term, or group, of one parameter's gradient."""
+    monkeypatch.setattr("persample.factors.convolution.choose", lambda sizes, what: way)
+    u = data(3, 2).detach()
+    u[0, 0] = u[1, 1] = 0
+    u.requires_grad_()
+    p, losses = PARTS[form](u)
+    rows = loop(losses, [p])["0"].flatten(1)
+    norms = rows.norm(dim=1)
+    if verb == "norms":
+        got, want = ps.norms(losses, [p], create_graph=True), norms
+    else:
+        got = ps.clipped_sum(losses, [p], 0.5, create_graph=True)[0].flatten()
+        want = ((0.5 / norms.clamp(min=0.5)).unsqueeze(1) * rows).sum(0)
+    once = [torch.autograd.grad(mixed([answer]), u, create_graph=True) for answer in (got, want)]
+    twice = [derivatives(mixed(slopes), [u]) for slopes in once]
+    assert bool(twice[1][0][0, 0] != 0)
+    assert_close(*twice, 1e-8)

@@ -119,8 +119,7 @@ def test_a_program_that_is_not_repeatable_is_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t[:, None], r"losses must have shape \(B,\), but have shape \(5, 1\)"),
-        (lambda t: t.sum(), r"losses must have shape \(B,\), but have shape \(\)"),
+        (lambda t: t.sum(), r"losses must have shape \(B,\) or \(B, K…\), but have shape \(\)"),
         (lambda t: t.detach(), r"losses of shape \(5,\) have no graph"),
     ],
 )
@@ -196,3 +195,37 @@ def test_what_is_rounded_under_autocast_is_no_error(dtype: torch.dtype) -> None:
     assert report.ok, report
     assert report.max_error > 1e-5
     assert not check(losses, model, rtol=1e-6, atol=0.0).ok
+
+
+@pytest.mark.parametrize("shape", [(5, 1), (5, 5), (5, 2, 3), (1, 4), (0, 3), (5, 0)])
+@pytest.mark.parametrize("meet", [True, False])
+def test_several_losses_per_sample(shape: tuple[int, ...], meet: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    x = torch.randn(*(shape if not meet else shape[:1]), 3).double()
+    mix = torch.randn(3, *shape[1:]).double()
+
+    def losses() -> Tensor:
+        out = model(x)
+        return torch.tensordot(out, mix, 1).tanh() if meet else out.square().sum(-1)
+
+    report = check(losses, model)
+    assert report.ok, report
+    assert report.batch == shape[0]
+    assert [row.shape for row in report.rows] == [tuple(p.shape) for p in model.parameters()]
+    want = definition(losses(), model)
+    each = reference.definition(losses().reshape(-1), model)
+    assert_same({name: g.flatten(0, len(shape) - 1) for name, g in want.items()}, each)
+    assert all(g.shape[: len(shape)] == shape for g in want.values())
+
+
+def test_one_of_several_losses_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil(monkeypatch, lambda g: g["weight"][2, 1].mul_(1.01))
+    layer, x = nn.Linear(3, 4).double(), torch.randn(5, 3).double()
+    report = check(lambda: layer(x).square(), layer)
+    assert [row.ok for row in report.rows] == [False, True]
+
+
+def test_losses_in_another_order_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil(monkeypatch, lambda g: g["weight"].copy_(g["weight"].transpose(0, 1).clone()))
+    layer, x = nn.Linear(3, 5).double(), torch.randn(5, 3).double()
+    assert not check(lambda: layer(x).square(), layer)

@@ -15,7 +15,7 @@ from .by_rows import beside, norms_of_both
 from .dense import Dense
 from .integer_sums import IntegerSum, TermsSum
 from .limits import Unit, roundoff
-from .norms import with_untrusted_recomputed
+from .norms import with_untrusted_recomputed, without_norms_of_zero
 from .outer import Outer
 from .rearrange import AsComplex, Cast, Permute, Rearrangement, Reshape
 from .stacks import copied_to
@@ -217,6 +217,10 @@ class Sum(Factor):
 
     def _compute_norms(self, space: Workspace) -> Tensor:
         table, both = tied(self.terms), beside(_by_rows(self.terms))
+        if table is not None or both is not None:
+            norms = without_norms_of_zero(self, self.terms, space)
+            if norms is not None:
+                return norms
         if table is not None:
             found = tied_norms(*table, space)
         elif both is not None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..kernels.certificates import certify
 from ..kernels.devices import can_look
+from ..kernels.differentiable import is_differentiable
 from ..kernels.gram import gram_norms
 from ..kernels.norms import row_norms
 from .workspace import Workspace
@@ -41,6 +42,8 @@ def norms_from_gram(
         shared = memo if len(left) == factor.batch * groups else None
         each, ok = gram_norms(left, right, factor.dtype, shared)
         if groups != 1:
+            if is_differentiable():  # the norm of a group of zeros has no second derivative
+                ok = ok & (each.detach() > 0)
             each, ok = row_norms(each.view(-1, groups)), ok.view(-1, groups).all(1)
         norms.append(each)
         trusted.append(ok)
@@ -59,3 +62,19 @@ def with_untrusted_recomputed(factor: Factor, norms: Tensor, trusted: Tensor, sp
     if factor._cancelling.numel():
         norms[factor._cancelling] = norms_from_stacks(factor[factor._cancelling], space)
     return norms
+
+
+def without_norms_of_zero(factor: Factor, parts: Iterable[Factor], space: Workspace) -> Tensor | None:
+    """(B,): the norms of a sum of ``parts`` if they are to be differentiated and one of a sample's parts is zero.
+
+    The norm of that part has no second derivative there, but that of the sum has: such samples are written out.
+    """
+    if not is_differentiable() or not can_look(factor.device):
+        return None
+    zero = torch.stack([part.norms(space).detach() == 0 for part in parts]).any(0)
+    if not bool(zero.any()):
+        return None
+    some, others = (which.nonzero().squeeze(1) for which in (zero, ~zero))
+    written = norms_from_stacks(factor[some], space)
+    norms = torch.zeros(factor.batch, dtype=written.dtype, device=written.device).index_copy(0, some, written)
+    return norms.index_copy(0, others, factor[others].norms(space)) if len(others) else norms

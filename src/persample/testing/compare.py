@@ -79,12 +79,16 @@ class Report:
 
 @break_graph
 def definition(losses: Tensor, params: Params) -> dict[str, Tensor]:
-    """Per-sample gradients by one ordinary backward per sample: slow, and right by definition; keeps the graph."""
-    check_losses(losses)
+    """Per-sample gradients by one ordinary backward per loss: slow, and right by definition; keeps the graph.
+
+    Losses of shape (B, K…) give gradients (B, K…, *shape), as ``persample.grad`` does.
+    """
+    check_losses(losses, several=True)
     tensors = named(params)
-    stacks = {name: torch.zeros((len(losses), *p.shape), dtype=p.dtype, device=p.device) for name, p in tensors.items()}
+    flat = losses.reshape(-1)
+    stacks = {name: torch.zeros((len(flat), *p.shape), dtype=p.dtype, device=p.device) for name, p in tensors.items()}
     leaves = _leaves(losses) if hides_ops(losses) else None
-    for i, loss in enumerate(losses.unbind() if tensors else ()):
+    for i, loss in enumerate(flat.unbind() if tensors else ()):
         rows: Sequence[Tensor | None]
         if leaves is None:
             rows = torch.autograd.grad(loss, list(tensors.values()), retain_graph=True, allow_unused=True)
@@ -93,7 +97,7 @@ def definition(losses: Tensor, params: Params) -> dict[str, Tensor]:
         for stack, row in zip(stacks.values(), rows, strict=True):
             if row is not None:
                 stack[i] = row.to_dense() if row.layout != torch.strided else row
-    return stacks
+    return {name: stack.view(*losses.shape, *stack.shape[1:]) for name, stack in stacks.items()}
 
 
 def hides_ops(losses: Tensor) -> bool:
@@ -136,7 +140,8 @@ def check(
     True
 
     Args:
-        losses_fn: computes the losses, shape (B,), afresh at every call, with the same result (no active dropout).
+        losses_fn: computes the losses, shape (B,) or (B, K…), afresh at every call, with the same result (no active
+            dropout). Of several losses per sample, each is compared as a sample is.
         params: as for ``persample.grad``.
         rtol: allowed difference relative to the sample's largest gradient of the parameter; by default what its dtype
             can hold, or half precision if the losses were computed in it, as under ``torch.autocast``.
@@ -148,7 +153,7 @@ def check(
         ``report.raise_if_wrong()`` is for tests. Warnings about slow paths are listed in ``report.warnings``.
     """
     first, second = losses_fn(), losses_fn()
-    check_losses(first)
+    check_losses(first, several=True)
     if not has_numbers(first):
         raise ValueError(
             "losses on meta or of a FakeTensorMode have no numbers to compare: ps.explain(losses, params) tells what "
@@ -166,8 +171,18 @@ def check(
     notes = tuple(str(w.message) for w in caught if issubclass(w.category, PerformanceWarning))
     largest = max((float(w.abs().nan_to_num(posinf=0).max()) for w in want.values() if w.numel()), default=0.0)
     coarse = _halves(first)
+    got, want = ({name: _of_each_loss(g, first) for name, g in stacks.items()} for stacks in (got, want))
     rows = tuple(_compare(name, got[name], want[name], coarse, largest, rtol, atol) for name in want)
     return Report(rows, len(first), notes)
+
+
+def _of_each_loss(gradients: Tensor, losses: Tensor) -> Tensor:
+    """(B, K…, *shape) -> (B·K…, *shape): gradients with the losses in one dim."""
+    if gradients.shape[: losses.ndim] != losses.shape:
+        raise AssertionError(
+            f"gradients of shape {tuple(gradients.shape)} do not begin with the shape of losses, {tuple(losses.shape)}"
+        )
+    return gradients.reshape(losses.numel(), *gradients.shape[losses.ndim :])
 
 
 def _halves(losses: Tensor) -> set[torch.dtype]:
