@@ -30,7 +30,7 @@ from torch import Tensor, nn
 import persample as ps
 from persample import dp
 from persample.dp.noise import Scale, add_noise
-from persample.dp.sources import Seeded
+from persample.dp.sources import Secure
 
 from . import environment
 from .contender import MAX_NORM
@@ -89,7 +89,7 @@ def _clipped(task: Task, noise: float) -> Run:
     return Run(model, step)
 
 
-def _private(secure: bool, task: Task, noise: float) -> Run:
+def _private(secure: bool | None, task: Task, noise: float) -> Run:
     model, optimizer = _copied(task)
     batch = len(task.inputs[0])
     plan = dp.Plan(examples=batch, batch_size=batch, steps=10**6, noise_multiplier=noise, delta=1e-9, accountant="rdp")
@@ -158,8 +158,8 @@ def _copied(task: Task, copy: Callable[[nn.Module], nn.Module] = deepcopy) -> tu
 TRAINERS = [
     Trainer("plain", "plain step", _plain),
     Trainer("clipped", "ps.clipped_sum, optimizer", _clipped),
-    Trainer("private", "dp.Private", partial(_private, False)),
-    Trainer("secure", "dp.Private, secure=True", partial(_private, True)),
+    Trainer("private", "dp.Private", partial(_private, None)),
+    Trainer("insecure", "dp.Private, secure=False", partial(_private, False)),
     Trainer("opacus-hooks", "Opacus", _opacus_hooks, needs="opacus"),
     Trainer("opacus-ghost", "Opacus ghost", _opacus_ghost, needs="opacus"),
 ]
@@ -219,7 +219,7 @@ def take_turns(steps: dict[str, Callable[[], None]], budget: float, fewest: int)
 def noise_alone(task: Task, times: int) -> list[float]:
     """Seconds for the noise of a step, without the step."""
     sums = [torch.zeros_like(p) for p in task.model.parameters()]
-    scale, source = Scale(MAX_NORM, NOISE, sum(t.numel() for t in sums)), Seeded(0)
+    scale, source = Scale(MAX_NORM, NOISE, sum(t.numel() for t in sums)), Secure()
     found = []
     for step in range(times + 1):
         start = time.perf_counter()

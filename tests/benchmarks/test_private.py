@@ -49,7 +49,7 @@ def test_all_make_the_same_step_if_there_is_no_noise(
     assert all(p.grad is None for p in task.model.parameters())
 
 
-@pytest.mark.parametrize("trainer", [t for t in TRAINERS if t.name in ("private", "secure")], ids=lambda t: t.name)
+@pytest.mark.parametrize("trainer", [t for t in TRAINERS if t.name in ("private", "insecure")], ids=lambda t: t.name)
 def test_what_is_private_is_noisy(trainer: Trainer) -> None:
     task = WORKLOADS["tiny-gpt"].build()
     run = trainer.prepare(task, 1e3)
@@ -76,7 +76,7 @@ def test_json_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert {"torch", "threads", "cpu", "date", "commit"} <= set(written["environment"])
     assert [row["trainer"] for row in written["rows"]] == [t.name for t in TRAINERS]
     done = {row["trainer"]: row for row in written["rows"] if row["status"] == "ok"}
-    assert {"plain", "clipped", "private", "secure"} <= set(done)
+    assert {"plain", "clipped", "private", "insecure"} <= set(done)
     for row in done.values():
         assert row["samples_per_second"]["best"] >= row["samples_per_second"]["median"] > 0
         assert row["ratio"]["plain"]["median"] > 0

@@ -11,7 +11,8 @@ import torch
 
 from persample.dp.early import Early
 from persample.dp.noise import BLOCK, Scale, add_noise
-from persample.dp.sources import Numbers, Secure, Seeded
+from persample.dp.normals import Numbers
+from persample.dp.sources import Secure, Seeded
 
 SIZES = [1, 7, BLOCK - 1, BLOCK, 3 * BLOCK + 5]
 

@@ -8,7 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from .noise import BLOCK
-from .sources import Numbers, Source
+from .normals import Numbers
+from .sources import Source
 
 _MOST = 2**21  # numbers that are kept for a release; for more, nobody has the memory or waits for anything else
 

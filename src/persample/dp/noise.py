@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.devices import has_float64
-from .sources import Numbers, Source
+from .normals import Numbers
+from .sources import Source
 
 BLOCK = 2**16  # numbers at a time: they stay in the cache, and each block has a stream of its own
 _AT_A_TIME = 64  # blocks whose noise is copied to an accelerator at once
@@ -40,8 +41,8 @@ class Scale:
     difference by ``grid · √size``: this is added to the sensitivity, and the noise grows with it (by less than 0.03%).
     The sums themselves are exact, and what clipping rounds is within the bound (`persample.factors.integer_sums`).
 
-    Not covered: tails (normals made from 53-bit uniforms end between 8 and 14 standard deviations), and the time that
-    all this takes.
+    Not covered: tails (beyond eight standard deviations, normals made from 52-bit uniforms may lie further apart than
+    the grid, and they end before 14), and the time that all this takes.
     """
 
     sensitivity: float

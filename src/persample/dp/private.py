@@ -61,7 +61,8 @@ class Private:
         optimizer: any of ``torch.optim`` (but LBFGS) that holds those parameters.
         plan: a `Plan`.
         clip: a ``ps.ClippedSum``, flat, per group or automatic, or an `AdaptiveClip`.
-        secure: draw samples and noise from the operating system's generator.
+        secure: draw samples and noise from keys of the operating system, which nobody can foretell: by default, unless
+            there is a seed.
         seed: for tests: draw the same samples and noise in every run that is set up alike, whatever its data; then they
             are as secret as the seed, and the difference of two such runs has no noise.
         check_every: after the first two steps, how often to re-run sub-batches in search of samples that interact;
@@ -83,7 +84,7 @@ class Private:
         plan: Plan,
         clip: Clip | None = None,
         *,
-        secure: bool = False,
+        secure: bool | None = None,
         seed: int | None = None,
         check_every: int = 100,
         journal: str | PathLike[str] | None = None,

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from importlib import import_module
+from importlib.util import find_spec
 
 import numpy as np
 
-Numbers = np.ndarray[Any, np.dtype[np.float64]]
+from .normals import Numbers, Stream, Words, fill
 
 _SAMPLING, _NOISE = 1, 2  # what a draw is for is part of its key
 _UNIT = 2.0**-53
@@ -81,7 +81,11 @@ class Seeded(Source):
 
 
 class Secure(Source):
-    """Cryptographically secure: noise from the operating system, samples from SHAKE-256 with a key from there."""
+    """Cryptographically secure: noise from keys of the operating system, samples from SHAKE-256 with such a key.
+
+    Every block of noise has a key of its own, which is drawn when the block is, used once and kept nowhere: no noise
+    can come twice, whatever is forked, copied or resumed, and none can be drawn again.
+    """
 
     def __init__(self, key: bytes | None = None) -> None:
         self._key = secrets.token_bytes(32) if key is None else key
@@ -95,17 +99,37 @@ class Secure(Source):
         return _integers(stream.digest(8 * count)) * _UNIT
 
     def normals(self, number: int, block: int, out: Numbers) -> None:
-        half = (len(out) + 1) // 2
-        u = _integers(os.urandom(16 * half))
-        u += 0.5  # never 0, never 1
-        u *= _UNIT
-        radius, angle = u[:half], u[half:]
-        np.log(radius, out=radius)
-        radius *= -2
-        np.sqrt(radius, out=radius)
-        angle *= 2 * math.pi
-        np.multiply(radius, np.cos(angle), out=out[:half])
-        np.multiply(radius[: len(out) - half], np.sin(angle[: len(out) - half]), out=out[half:])
+        fill(out, secret_words())
+
+
+def secret_words() -> Stream:
+    """Words that nobody can foretell: AES-256 in counter mode with a new key, or the operating system's own.
+
+    Both are secure; without the package ``cryptography`` it takes several times as long.
+    """
+    return _from_system if _CIPHERS is None else _by_aes(os.urandom(32))
+
+
+_CIPHERS = "cryptography.hazmat.primitives.ciphers" if find_spec("cryptography") else None
+_ZEROS = bytes(2**17)  # to be encrypted; longer requests are answered in parts
+
+
+def _by_aes(key: bytes) -> Stream:
+    assert _CIPHERS is not None
+    ciphers = import_module(_CIPHERS)
+    encryptor = ciphers.Cipher(ciphers.algorithms.AES256(key), ciphers.modes.CTR(bytes(16))).encryptor()
+
+    def write(words: Words) -> None:
+        room = words.view(np.uint8).data
+        for start in range(0, len(room), len(_ZEROS)):
+            part = room[start : start + len(_ZEROS)]
+            encryptor.update_into(_ZEROS[: len(part)], part)
+
+    return write
+
+
+def _from_system(words: Words) -> None:
+    words[:] = np.frombuffer(os.urandom(words.nbytes), dtype=np.int64)
 
 
 def _integers(data: bytes) -> Numbers:
@@ -113,8 +137,9 @@ def _integers(data: bytes) -> Numbers:
     return (np.frombuffer(data, dtype="<u8") >> np.uint64(11)).astype(np.float64)
 
 
-def make_source(secure: bool, seed: int | None, agree: Callable[[bytes], bytes], run: str = "") -> Source:
-    """The source that was asked for, with a secret on which all processes agree."""
+def make_source(secure: bool | None, seed: int | None, agree: Callable[[bytes], bytes], run: str = "") -> Source:
+    """The source that was asked for, or a secure one if there is no seed; all processes agree on its secret."""
+    secure = seed is None if secure is None else secure
     if secure and seed is not None:
         raise ValueError("secure=True has no seed: noise that can be drawn again can be taken away again")
     if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**128):
