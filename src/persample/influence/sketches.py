@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from hashlib import blake2b
@@ -221,23 +221,26 @@ class Sketched(Reduction):
 
     in_portions = True
 
-    def __init__(self, sketch: Sketch) -> None:
+    def __init__(self, sketch: Sketch, scales: Mapping[str, Tensor] | None = None) -> None:
         if not isinstance(sketch, Sketch):
             raise TypeError(f"expected a sketch such as pi.Blocks(16, 16), not {type(sketch).__name__}")
-        self.sketch = sketch
+        self.sketch, self.scales = sketch, scales or {}  # gradients are multiplied by scales (*shape) first
 
     def start(self, call: Call) -> None:
         self._call = call
         self._found: dict[str, Tensor] = {}
 
     def add(self, name: str, factor: Factor) -> None:
-        self._found[name] = self.sketch.of(name, self._call.params[name], factor, self._call.space)
+        p, space, scale = self._call.params[name], self._call.space, self.scales.get(name)
+        if scale is None or not factor.batch:
+            self._found[name] = self.sketch.of(name, p, factor, space)
+        else:
+            stacks = (stack * scale.to(stack.device) for _, stack in factor.stacks(space))
+            self._found[name] = torch.cat([self.sketch.of_stack(name, p, stack) for stack in stacks])
 
     def result(self) -> dict[str, Tensor]:
-        return {name: self._found.pop(name) if name in self._found else self._zeros(p) for name, p in self._params()}
-
-    def _params(self) -> list[tuple[str, Tensor]]:
-        return list(self._call.params.items())
+        every = self._call.params.items()
+        return {name: self._found.pop(name) if name in self._found else self._zeros(p) for name, p in every}
 
     def _zeros(self, p: Tensor) -> Tensor:
         dtype = wide(p.dtype).to_real()

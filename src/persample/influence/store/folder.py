@@ -31,6 +31,7 @@ class Plan:
     batches: int | None  # of the loader, where it knows
     batches_per_chunk: int
     per_token: bool
+    own_ids: bool  # given by a function; otherwise ids are places in a chunk, and chunks lie one after another
     version: str
     format: int = FORMAT
 
@@ -60,6 +61,7 @@ class Plan:
             "data": "data: the first batch",
             "batches": "data: the number of batches",
             "per_token": "losses per sample or per token",
+            "own_ids": "ids from ids_fn or not",
         }
         wrong = [
             f"{said} ({_short(getattr(self, key))} in the folder, {_short(getattr(other, key))} now)"
@@ -107,10 +109,15 @@ class Folder:
         return self._plan
 
     @property
-    def chunks(self) -> int | None:
-        """How many chunks there are for each checkpoint; None while the index is being built."""
-        found = self._read().get("chunks")
-        return found if isinstance(found, int) else None
+    def samples(self) -> list[int]:
+        """How many samples every chunk has."""
+        found = self.noted("samples")
+        if found is None:
+            raise FileNotFoundError(
+                f"the index in {self.path} is not complete: call index.build(loader) again, which makes the chunks that "
+                f"are missing"
+            )
+        return [int(n) for n in found]
 
     def exists(self) -> bool:
         """Has an index been begun here?"""
@@ -121,10 +128,6 @@ class Folder:
         make_folder(self.path / "chunks")
         self._write({"plan": asdict(plan)})
         self._plan = plan
-
-    def finish(self, chunks: int, samples: int) -> None:
-        """Say that the index is complete."""
-        self._write({**self._read(), "chunks": chunks, "samples": samples})
 
     def note(self, **values: Any) -> None:
         """Keep something beside the plan; None removes it."""
@@ -160,10 +163,16 @@ class Folder:
         """Is a chunk there?"""
         return self.file(checkpoint, number).exists()
 
-    def write(self, checkpoint: int, number: int, chunk: Chunk, data: Sequence[str]) -> None:
+    def write(self, checkpoint: int, number: int, chunk: Chunk, data: Sequence[str], samples: int) -> None:
         """Write a chunk, with the fingerprints of its batches."""
         tensors = chunk.tensors()
-        told = {"plan": self.plan.name, "chunk": [checkpoint, number], "data": list(data), "content": of_tensors(tensors)}
+        told = {
+            "plan": self.plan.name,
+            "chunk": [checkpoint, number],
+            "samples": samples,
+            "data": list(data),
+            "content": of_tensors(tensors),
+        }
         write_tensors(self.file(checkpoint, number), tensors, json.dumps(told, sort_keys=True))
 
     def open(self, checkpoint: int, number: int) -> OpenChunk:
