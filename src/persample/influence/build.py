@@ -82,7 +82,9 @@ class Builder:
             with self.subject.at(checkpoint):
                 source = fspath(checkpoint) if isinstance(checkpoint, (str, PathLike)) else None
                 fingerprints.append({"source": source, "fingerprint": self.subject.fingerprint()})
-        parameters = [[name, list(p.shape), list(self.subject.sketch.block(p))] for name, p in self.subject.params.items()]
+        parameters = [
+            [name, list(p.shape), list(self.subject.sketch.block(p))] for name, p in self.subject.params.items()
+        ]
         per_token, sketch, own_ids = first.losses.ndim == 2, self.subject.sketch.settings(), self.ids_fn is not None
         data = of_batch(batch)
         plan = Plan(sketch, self.dtype, parameters, fingerprints, data, None, 1, per_token, own_ids, __version__)
@@ -185,12 +187,14 @@ class _Making:
                 f"samples {wrong[:8]} of batch {_number_of(self)} have gradients that are infinite or NaN: leave them out of "
                 f"the data, or give them a loss of zero by torch.where in losses_fn"
             )
-        tokens = None
+        tokens = sample_norms = None
         if plan.per_token:
             length = rows.losses.shape[1]
+            sample_norms = line.view(count, length, -1).sum(1).norm(dim=1)
             ids, tokens = ids.repeat_interleave(length), torch.arange(length, dtype=torch.int32).repeat(count)
         codes, scales = plan.encoding.encode(line)
-        return Chunk(codes, scales, ids, norms, rows.losses.flatten().to("cpu", torch.float32), tokens)
+        losses = rows.losses.flatten().to("cpu", torch.float32)
+        return Chunk(codes, scales, ids, norms, losses, tokens, sample_norms)
 
     def write(self) -> None:
         """Write what there is."""

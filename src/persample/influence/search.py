@@ -9,9 +9,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .store import Folder
+from .store import Folder, OpenChunk
 
 Order = Literal["helpful", "harmful"]
+_TINY = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True)
@@ -53,22 +54,29 @@ class Search:
                 scores = self._of_chunk(checkpoint, number, queries)
                 total = scores if total is None else total.add_(scores)
             assert total is not None
-            yield self._named(total.div_(len(self.queries)), number, start, samples)
+            yield self._named(total.div_(len(self.queries)), number, start)
             start += samples
 
     def _of_chunk(self, checkpoint: int, number: int, queries: Tensor) -> Tensor:
         chunk = self.folder.open(checkpoint, number)
         scores = queries.new_empty(len(queries), len(chunk))
-        norms = chunk.get("norms") if self.normalise and self.columns is None else None
+        own = self.normalise and not (chunk.has_tokens and self.by_sample)  # every row by its own norm
+        norms = chunk.get("norms") if own and self.columns is None else None
         for some, rows in chunk.rows(self.max_memory):
             few = rows if self.columns is None else rows[:, self.columns]
             torch.mm(queries, few.t(), out=scores[:, some]) if len(queries) else None
-            if self.normalise:
+            if own:
                 lengths = few.norm(dim=1) if norms is None else norms[some]
-                scores[:, some] /= lengths.clamp(min=torch.finfo(torch.float32).tiny)
-        return scores
+                scores[:, some] /= lengths.clamp(min=_TINY)
+        return self._by_sample(scores, chunk) if chunk.has_tokens and self.by_sample else scores
 
-    def _named(self, scores: Tensor, number: int, start: int, samples: int) -> Part:
+    def _by_sample(self, scores: Tensor, chunk: OpenChunk) -> Tensor:
+        """Sums over each sample's tokens."""
+        firsts = chunk.get("tokens") == 0
+        total = scores.new_zeros(len(scores), int(firsts.sum())).index_add_(1, firsts.cumsum(0) - 1, scores)
+        return total / chunk.get("sample_norms").clamp(min=_TINY) if self.normalise else total
+
+    def _named(self, scores: Tensor, number: int, start: int) -> Part:
         chunk = self.folder.open(0, number)
         ids = chunk.get("ids")
         if not self.folder.plan.own_ids:
@@ -77,15 +85,17 @@ class Search:
             return Part(scores, ids, None)
         if not self.by_sample:
             return Part(scores, ids, chunk.get("tokens"))
-        firsts = (chunk.get("tokens") == 0).nonzero().flatten()
-        place = (chunk.get("tokens") == 0).cumsum(0) - 1
-        return Part(scores.new_zeros(len(scores), len(firsts)).index_add_(1, place, scores), ids[firsts], None)
+        return Part(scores, ids[chunk.get("tokens") == 0], None)
 
 
 def every(parts: Iterator[Part]) -> Part:
     """All scores, ids and tokens beside each other."""
     found = list(parts)
-    tokens = None if any(part.tokens is None for part in found) else torch.cat([p.tokens for p in found if p.tokens is not None])
+    tokens = (
+        None
+        if any(part.tokens is None for part in found)
+        else torch.cat([p.tokens for p in found if p.tokens is not None])
+    )
     return Part(torch.cat([part.scores for part in found], 1), torch.cat([part.ids for part in found]), tokens)
 
 
@@ -97,7 +107,11 @@ def top(parts: Iterator[Part], k: int, order: Order) -> tuple[Tensor, Tensor, Te
         offset += len(part.ids)
         tokens = None if part.tokens is None else part.tokens.to(torch.int64).expand_as(here)
         new = [part.scores * sign, part.ids.expand_as(here), here] + ([] if tokens is None else [tokens])
-        new = _first(new, k) if best is None else _first([torch.cat(pair, 1) for pair in zip(best, _first(new, k), strict=True)], k)
+        new = (
+            _first(new, k)
+            if best is None
+            else _first([torch.cat(pair, 1) for pair in zip(best, _first(new, k), strict=True)], k)
+        )
         best = new
     if best is None:
         raise ValueError("the index is empty")
@@ -110,7 +124,9 @@ def _first(columns: list[Tensor], k: int) -> list[Tensor]:
     if values.shape[1] > 4 * k:  # far fewer to be sorted: all that reach the k-th highest value
         least = values.topk(k, 1, sorted=False).values.amin(1, keepdim=True)
         keep = (values >= least).sum(1).max()
-        order = _stably(values.masked_fill(values < least, -torch.inf).topk(int(keep), 1).indices.sort(1).values, values)
+        order = _stably(
+            values.masked_fill(values < least, -torch.inf).topk(int(keep), 1).indices.sort(1).values, values
+        )
     else:
         order = values.sort(1, descending=True, stable=True).indices
     return [t.gather(1, order[:, :k]) for t in columns]

@@ -48,7 +48,9 @@ class Encoding:
             return rows, None
         top = torch.stack([_largest(part) for part in rows.split(list(self.widths), 1)], 1)
         scales = torch.where(top > 0, top / _TOP[self.dtype], 1.0)
-        scales = torch.where(scales > 0, scales, torch.finfo(torch.float32).tiny)  # of a top that is not a normal number
+        scales = torch.where(
+            scales > 0, scales, torch.finfo(torch.float32).tiny
+        )  # of a top that is not a normal number
         codes = rows / self._spread(scales, range(len(self.widths)))
         return (codes.round_() if self.dtype == "int8" else codes).to(self.torch_dtype), scales
 

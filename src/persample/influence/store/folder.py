@@ -17,6 +17,7 @@ from .files import SCRATCH, make_folder, safetensors, write_bytes, write_tensors
 from .fingerprints import of_tensors
 
 FORMAT = 1
+_NAMES = ("codes", "scales", "ids", "norms", "losses", "tokens", "sample_norms")
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ class Plan:
         wrong = [
             f"{said} ({_short(getattr(self, key))} in the folder, {_short(getattr(other, key))} now)"
             for key, said in words.items()
-            if getattr(self, key) != getattr(other, key) and not (key == "batches" and None in (self.batches, other.batches))
+            if getattr(self, key) != getattr(other, key)
+            and not (key == "batches" and None in (self.batches, other.batches))
         ]
         mine, theirs = ([c["fingerprint"] for c in plan.checkpoints] for plan in (self, other))
         if mine != theirs:
@@ -87,10 +89,11 @@ class Chunk:
     norms: Tensor  # (N,)
     losses: Tensor  # (N,)
     tokens: Tensor | None = None  # (N,)
+    sample_norms: Tensor | None = None  # (S,): of the sums over each sample's tokens
 
     def tensors(self) -> dict[str, Tensor]:
         """By the names they have on disk."""
-        named = {key: getattr(self, key) for key in ("codes", "scales", "ids", "norms", "losses", "tokens")}
+        named = {key: getattr(self, key) for key in _NAMES}
         return {key: t for key, t in named.items() if t is not None}
 
 
@@ -148,7 +151,9 @@ class Folder:
                 raise DamagedError(f"{path} has format {found['plan']['format']}; this version reads format {FORMAT}")
             return found
         except (LookupError, TypeError, json.JSONDecodeError) as error:
-            raise DamagedError(f"{path} is damaged ({error!r}): restore it, or build the index in another folder") from error
+            raise DamagedError(
+                f"{path} is damaged ({error!r}): restore it, or build the index in another folder"
+            ) from error
 
     def _write(self, content: dict[str, Any]) -> None:
         write_bytes(self.path / "index.json", (json.dumps(content, indent=1, sort_keys=True) + "\n").encode())
@@ -197,7 +202,9 @@ class OpenChunk:
             names = set(self._file.keys())
             width = self._file.get_slice("codes").get_shape()[1]
         except FileNotFoundError as error:
-            raise DamagedError(f"chunk {self.path} is missing: call index.build(loader) again, which makes it anew") from error
+            raise DamagedError(
+                f"chunk {self.path} is missing: call index.build(loader) again, which makes it anew"
+            ) from error
         except (package.SafetensorError, LookupError, TypeError, ValueError, OSError) as error:
             raise DamagedError(
                 f"chunk {self.path} is damaged ({error}): remove the file and call index.build(loader), which makes it anew"
@@ -208,8 +215,10 @@ class OpenChunk:
             )
         missing = {"codes", "ids", "norms", "losses"} - names
         if missing or width != sum(self.encoding.widths):
-            raise DamagedError(f"chunk {self.path} is damaged (it lacks {sorted(missing) or 'columns'}): remove the file")
-        self.scaled, self.has_tokens = "scales" in names, "tokens" in names
+            raise DamagedError(
+                f"chunk {self.path} is damaged (it lacks {sorted(missing) or 'columns'}): remove the file"
+            )
+        self._names, self.scaled, self.has_tokens = names, "scales" in names, "tokens" in names
 
     def __len__(self) -> int:
         return int(self._file.get_slice("codes").get_shape()[0])
@@ -230,15 +239,12 @@ class OpenChunk:
 
     def verify(self) -> None:
         """Compare every bit with what was written."""
-        tensors = {name: self.get(name) for name in ("codes", "scales", "ids", "norms", "losses", "tokens") if self._has(name)}
+        tensors = {name: self.get(name) for name in _NAMES if name in self._names}
         if of_tensors(tensors) != self.told.get("content"):
             raise DamagedError(
                 f"chunk {self.path} has changed since it was written: remove the file and call index.build(loader), "
                 f"which makes it anew"
             )
-
-    def _has(self, name: str) -> bool:
-        return name not in ("scales", "tokens") or (self.scaled if name == "scales" else self.has_tokens)
 
 
 def _short(value: Any) -> str:
@@ -249,4 +255,6 @@ def _short(value: Any) -> str:
 def _which(mine: list[str], theirs: list[str]) -> str:
     if len(mine) != len(theirs):
         return f"{len(mine)} checkpoints in the folder, {len(theirs)} now"
-    return f"other parameters or buffers in checkpoint {[a == b for a, b in zip(mine, theirs, strict=True)].index(False)}"
+    return (
+        f"other parameters or buffers in checkpoint {[a == b for a, b in zip(mine, theirs, strict=True)].index(False)}"
+    )
