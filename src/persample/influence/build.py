@@ -99,7 +99,8 @@ class Builder:
         coarse = {"float32": 0.0, "float16": 1e-3, "int8": 1e-2}[self.dtype]
         if stored.shape != now.shape or float((stored - now).norm()) > (_NEAR + coarse) * float(now.norm()) + 1e-12:
             raise MismatchError(
-                "the first batch has other gradients than the folder holds for it: losses_fn has changed. Choose another "
+                "the first batch has other gradients than the folder holds for it: losses_fn has "
+                "changed. Choose another "
                 "folder, or remove this one"
             )
 
@@ -184,7 +185,8 @@ class _Making:
             per_row = rows.losses.shape[1] if plan.per_token else 1
             wrong = sorted({row // per_row for row in (~torch.isfinite(norms)).nonzero().flatten().tolist()})
             raise ValueError(
-                f"samples {wrong[:8]} of batch {_number_of(self)} have gradients that are infinite or NaN: leave them out of "
+                f"samples {wrong[:8]} of batch {_number_of(self)} have gradients that are "
+                f"infinite or NaN: leave them out of "
                 f"the data, or give them a loss of zero by torch.where in losses_fn"
             )
         tokens = sample_norms = None
@@ -203,7 +205,7 @@ class _Making:
         each = [part.tensors() for part in self.parts]
         self.parts = []
         whole = {name: torch.cat([part.pop(name) for part in each]) for name in list(each[0])}
-        chunk = Chunk(**{"scales": None, **whole})
+        chunk = Chunk(whole.pop("codes"), whole.pop("scales", None), **whole)
         self.builder.folder.write(self.checkpoint, self.number, chunk, self.data, self.samples)
         self._forget()
 

@@ -14,7 +14,7 @@ from .subject import Subject
 
 @dataclass(frozen=True)
 class Check:
-    """Errors relative to the largest norm: of sketches, and of inner products of the batch's samples with each other."""
+    """Errors relative to the largest norm: of sketches, and of inner products of samples with each other."""
 
     samples: int
     sketch: dict[str, float]  # of every parameter

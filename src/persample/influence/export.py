@@ -1,4 +1,4 @@
-"""An index for other tools: all checkpoints beside each other, so that scores are inner products with `Index.vectors`."""
+"""An index for other tools: checkpoints beside each other, so that scores are inner products with `Index.vectors`."""
 
 from __future__ import annotations
 

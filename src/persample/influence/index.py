@@ -120,7 +120,8 @@ class Index:
         sampled = curvature.labels == "sampled"
         if sampled and (loader is None or sample_losses_fn is None):
             raise ValueError(
-                "labels='sampled' needs the data again: pass loader= and sample_losses_fn=, which returns losses with labels "
+                "labels='sampled' needs the data again: pass loader= and sample_losses_fn=, "
+                "which returns losses with labels "
                 "drawn from the model; or use labels='given'"
             )
         settings = []
@@ -200,8 +201,8 @@ class Index:
             k: how many.
             order: "helpful" for the highest scores, "harmful" for the lowest.
             normalise: divide by the norms of both vectors: cosines, for which long gradients count no more than others.
-            per: "sample"; "parameter" to have, beside the scores, what every parameter adds to them; "token" for the single
-                tokens of an index of losses (B, T), whose scores add up to the sample's.
+            per: "sample"; "parameter" to have, beside the scores, what each parameter adds to them; "token" for single
+                tokens of losses (B, T), whose scores add up to the sample's.
             parameters: names of those that count, if not all do.
             max_memory: bytes for rows that are read.
         """
@@ -319,7 +320,8 @@ class Index:
     def _check_model(self, number: int) -> None:
         if self.subject.fingerprint() != self.folder.plan.checkpoints[number]["fingerprint"]:
             raise MismatchError(
-                f"{self.folder.path} was built with other parameters or buffers of the model (checkpoint {number}): load the "
+                f"{self.folder.path} was built with other parameters or buffers of the model "
+                f"(checkpoint {number}): load the "
                 f"ones it was built with, or build another index"
             )
 
@@ -340,10 +342,10 @@ class Index:
         return errors_of_dtypes(self.subject.rows(batch).line, Encoding("float32", self._widths()).widths)
 
     def _widths(self) -> tuple[int, ...]:
-        return tuple(l * r for l, r in self.subject.blocks.values())
+        return tuple(rows * columns for rows, columns in self.subject.blocks.values())
 
     def verify(self, loader: Any = None) -> None:
-        """Read every chunk and compare it with what was written; with a loader, also the data with those it was made of."""
+        """Compare every chunk with what was written; with a loader, also the data with those it was made of."""
         for checkpoint in range(len(self.folder.plan.checkpoints)):
             for number in range(len(self.folder.samples)):
                 self.folder.open(checkpoint, number).verify()

@@ -15,17 +15,20 @@ def check_order(loader: Any) -> None:
         name = type(sampler).__name__
         if "Random" in name:
             raise ValueError(
-                f"the loader shuffles ({name}), so that ids would mean nothing and a build could not be resumed: pass a "
+                f"the loader shuffles ({name}), so that ids would mean nothing and a build could "
+                f"not be resumed: pass a "
                 f"DataLoader with shuffle=False"
             )
         if "Distributed" in name:
             raise ValueError(
-                f"the loader gives every process its own part ({name}), but chunks are shared out here: pass every process "
+                f"the loader gives every process its own part ({name}), but chunks are shared out "
+                f"here: pass every process "
                 f"the same DataLoader, without a sampler"
             )
     elif isinstance(loader, Iterator):
         raise TypeError(
-            f"loader is a {type(loader).__name__}, which can be gone through once only: pass a list of batches or a DataLoader"
+            f"loader is a {type(loader).__name__}, which can be gone through once only: pass "
+            f"a list of batches or a DataLoader"
         )
     elif not isinstance(loader, Iterable):
         raise TypeError(f"loader must be an iterable of batches, such as a DataLoader, not {type(loader).__name__}")

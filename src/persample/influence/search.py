@@ -128,10 +128,10 @@ def _first(columns: list[Tensor], k: int) -> list[Tensor]:
             values.masked_fill(values < least, -torch.inf).topk(int(keep), 1).indices.sort(1).values, values
         )
     else:
-        order = values.sort(1, descending=True, stable=True).indices
+        order = values.sort(dim=1, descending=True, stable=True).indices
     return [t.gather(1, order[:, :k]) for t in columns]
 
 
 def _stably(places: Tensor, values: Tensor) -> Tensor:
     """Places in ascending order, put in descending order of their values."""
-    return places.gather(1, values.gather(1, places).sort(1, descending=True, stable=True).indices)
+    return places.gather(1, values.gather(1, places).sort(dim=1, descending=True, stable=True).indices)

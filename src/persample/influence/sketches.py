@@ -96,24 +96,24 @@ class Blocks(Sketch):
         return n if self.left is None else min(n, self.left), m if self.right is None else min(m, self.right)
 
     def of(self, name: str, p: Tensor, factor: Factor, space: Workspace) -> Tensor:
-        (n, m), (l, r) = matrix_shape(p), self.block(p)
-        if (l, r) == (n, m):
+        (n, m), (k, r) = matrix_shape(p), self.block(p)
+        if (k, r) == (n, m):
             return real_rows(factor.stack()).view(factor.batch, n, m)
-        if (l == n and n > _MOST_KEPT_ROWS) or (r == m and m > _MOST_KEPT_ROWS):
+        if (k == n and n > _MOST_KEPT_ROWS) or (r == m and m > _MOST_KEPT_ROWS):
             parts = [self.of_stack(name, p, stack) for _, stack in factor.stacks(space)]
             return torch.cat(parts) if parts else self.of_stack(name, p, factor.stack())
         return factor.compress(*self._sides(name, p, factor.device), space)
 
     def of_stack(self, name: str, p: Tensor, stack: Tensor) -> Tensor:
-        (n, m), (l, r) = matrix_shape(p), self.block(p)
+        (n, m), (k, r) = matrix_shape(p), self.block(p)
         matrices = real_rows(stack).reshape(len(stack), n, m)
-        if l < n:
-            matrices = self._side(name, "left", n, l, stack.device).to(matrices.dtype).t() @ matrices
+        if k < n:
+            matrices = self._side(name, "left", n, k, stack.device).to(matrices.dtype).t() @ matrices
         return matrices if r == m else matrices @ self._side(name, "right", m, r, stack.device).to(matrices.dtype)
 
     def _sides(self, name: str, p: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        (n, m), (l, r) = matrix_shape(p), self.block(p)
-        return self._side(name, "left", n, l, device), self._side(name, "right", m, r, device)
+        (n, m), (k, r) = matrix_shape(p), self.block(p)
+        return self._side(name, "left", n, k, device), self._side(name, "right", m, r, device)
 
     def _side(self, name: str, side: str, n: int, columns: int, device: torch.device) -> Tensor:
         """(n, columns): a random matrix with entries ±1/√columns, or the identity."""
@@ -146,10 +146,10 @@ class _OfElements(Sketch):
 
 @dataclass(frozen=True)
 class Sparse(_OfElements):
-    """A sparse Johnson-Lindenstrauss transform: every element is added, with a random sign, to ``nonzeros`` of ``dim`` places.
+    """Sparse Johnson-Lindenstrauss transform (SJLT): each element is added to ``nonzeros`` of ``dim`` places, with random signs.
 
-    Inner products of a parameter have a standard deviation of about √(2/dim) times the norms, much less than `Blocks` of
-    as many numbers; but gradients are written out, a few samples at a time, which makes it slower.
+    Inner products of a parameter have a standard deviation of about √(2/dim) times the norms, less than `Blocks` of as
+    many numbers; but gradients are written out, a few samples at a time, which makes it slower.
     """
 
     dim: int = 256
@@ -165,19 +165,22 @@ class Sparse(_OfElements):
     def _sketched(self, name: str, rows: Tensor) -> Tensor:
         numel, out = rows.shape[1], rows.new_zeros(len(rows), self.dim)
         for time in range(self.nonzeros):
-            make = partial(self._places_and_signs, f"{name}/{time}", numel)
-            signed = KEPT.get(self, (rows.device, name, numel, time), lambda make=make: make().to(rows.device))
+            signed = KEPT.get(
+                self,
+                (rows.device, name, numel, time),
+                partial(self._places_and_signs, f"{name}/{time}", numel, rows.device),
+            )
             places, signs = signed.abs() - 1, signed.sign()
             out.index_add_(1, places, rows * signs.to(rows.dtype))
         return out.mul_(1 / sqrt(self.nonzeros))
 
     @with_numbers
-    def _places_and_signs(self, what: str, numel: int) -> Tensor:
+    def _places_and_signs(self, what: str, numel: int, device: torch.device) -> Tensor:
         """(numel,): one more than the place of each element, with its sign."""
         generator = self._generator(what)
         places = torch.randint(self.dim, (numel,), generator=generator, dtype=torch.int32, device="cpu")
         signs = torch.randint(2, (numel,), generator=generator, dtype=torch.int32, device="cpu") * 2 - 1
-        return (places + 1) * signs
+        return ((places + 1) * signs).to(device)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -104,10 +105,8 @@ def _explained(path: Path, error: OSError) -> StorageError:
 
 
 def _forget(scratch: Path) -> None:
-    try:
+    with suppress(OSError):  # on a file system that has become read-only; it is in nobody's way
         scratch.unlink(missing_ok=True)
-    except OSError:
-        pass  # on a file system that has become read-only; it is in nobody's way
 
 
 def _sync_folder(folder: Path) -> None:
@@ -116,9 +115,6 @@ def _sync_folder(folder: Path) -> None:
         number = os.open(folder, os.O_RDONLY)
     except OSError:
         return
-    try:
+    with suppress(OSError):
         os.fsync(number)
-    except OSError:
-        pass
-    finally:
-        os.close(number)
+    os.close(number)

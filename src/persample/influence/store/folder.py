@@ -46,7 +46,7 @@ class Plan:
     @property
     def encoding(self) -> Encoding:
         """How rows are stored."""
-        return Encoding(self.dtype, tuple(l * r for _, _, (l, r) in self.parameters))  # type: ignore[arg-type]
+        return Encoding(self.dtype, tuple(n * m for _, _, (n, m) in self.parameters))  # type: ignore[arg-type]
 
     @property
     def blocks(self) -> dict[str, tuple[int, int]]:
@@ -75,7 +75,8 @@ class Plan:
             wrong.append(f"model: {_which(mine, theirs)}")
         if wrong:
             raise MismatchError(
-                f"the folder holds an index of something else: {'; '.join(wrong)}. Choose another folder, or remove this one"
+                f"the folder holds an index of something else: {'; '.join(wrong)}. Choose another folder, or "
+                f"remove this one"
             )
 
 
@@ -117,8 +118,8 @@ class Folder:
         found = self.noted("samples")
         if found is None:
             raise FileNotFoundError(
-                f"the index in {self.path} is not complete: call index.build(loader) again, which makes the chunks that "
-                f"are missing"
+                f"the index in {self.path} is not complete: call index.build(loader) again, which makes the "
+                f"chunks that are missing"
             )
         return [int(n) for n in found]
 
@@ -207,11 +208,11 @@ class OpenChunk:
             ) from error
         except (package.SafetensorError, LookupError, TypeError, ValueError, OSError) as error:
             raise DamagedError(
-                f"chunk {self.path} is damaged ({error}): remove the file and call index.build(loader), which makes it anew"
+                f"chunk {self.path} is damaged ({error}): remove the file and call index.build(loader) again"
             ) from error
         if self.told.get("plan") != folder.plan.name or self.told.get("chunk") != [checkpoint, number]:
             raise DamagedError(
-                f"chunk {self.path} belongs to another index: remove the file and call index.build(loader), which makes it anew"
+                f"chunk {self.path} belongs to another index: remove the file and call index.build(loader) again"
             )
         missing = {"codes", "ids", "norms", "losses"} - names
         if missing or width != sum(self.encoding.widths):
