@@ -238,7 +238,7 @@ def test_a_full_or_read_only_disk_loses_nothing(
     assert 2 <= len(kept) < 5
     assert not [name for name in kept if name.endswith(".writing")]
     monkeypatch.setattr(files.os, "fsync", real)
-    with pytest.raises(FileNotFoundError, match="is not complete: call index.build"):
+    with pytest.raises(FileNotFoundError, match=r"is not complete: call index\.build"):
         index_of(tmp_path / "i").query(QUERY)
     programs.build(0, 1, str(tmp_path / "i"))
     assert content(tmp_path / "i") == content(tmp_path / "whole")
@@ -270,8 +270,8 @@ def test_bad_losses_and_arguments(tmp_path: Path) -> None:
     model = model_of()
     with pytest.raises(ValueError, match=r"shape \(B,\), or \(B, T\) for one per token, not \(\)"):
         pi.Index(tmp_path, model, lambda m, b: losses_fn(m, b).mean()).build(DATA)
+    bad = [(DATA[0][0].clone().index_fill_(0, torch.tensor([1]), torch.nan), DATA[0][1])]
     with pytest.raises(ValueError, match=r"samples \[1\] of batch 0 have gradients that are infinite or NaN"):
-        bad = [(DATA[0][0].clone().index_fill_(0, torch.tensor([1]), torch.nan), DATA[0][1])]
         pi.Index(tmp_path / "nan", model, losses_fn).build(bad)
     with pytest.raises(ValueError, match="dtype must be one of 'float32', 'float16', 'int8'"):
         index_of(tmp_path, "float8")

@@ -146,7 +146,7 @@ class _OfElements(Sketch):
 
 @dataclass(frozen=True)
 class Sparse(_OfElements):
-    """Sparse Johnson-Lindenstrauss transform (SJLT): each element is added to ``nonzeros`` of ``dim`` places, with random signs.
+    """SJLT: each element is added to ``nonzeros`` of ``dim`` places, with random signs.
 
     Inner products of a parameter have a standard deviation of about √(2/dim) times the norms, less than `Blocks` of as
     many numbers; but gradients are written out, a few samples at a time, which makes it slower.
