@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config
 from torch import Tensor, nn
 
 import persample as ps
@@ -16,6 +18,13 @@ from tests.reference import definition, named
 
 SKETCHES = [pi.Blocks(2, 3, seed=1), pi.Blocks(None, 2), pi.Blocks(None, None), pi.Sparse(3, 2), pi.Masked(3)]
 SOME = [case for case in CASES if not case.interacts and case.dtype == torch.float64][::12]
+
+
+@pytest.fixture(autouse=True)
+def _graphs_that_can_be_kept() -> Iterator[None]:
+    """The definition goes through a graph once for every sample, which compiled ones refuse by default."""
+    with torch._functorch.config.patch(donated_buffer=False):
+        yield
 
 
 def check(losses: Any, params: Any, sketch: pi.Sketch, rtol: float) -> None:

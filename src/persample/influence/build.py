@@ -68,11 +68,12 @@ class Builder:
         with self.subject.at(self.checkpoints[0]):
             first = self.subject.rows(batch, seed=0)
         plan = self._plan(batch, first)
+        if self.folder.exists():
+            self.folder.plan.check(plan)
+        self.folder.remove_scratch()
         if not self.folder.exists():
             self.folder.begin(plan)
             return
-        self.folder.plan.check(plan)
-        self.folder.remove_scratch()
         if self.folder.has(0, 0):
             self._compare(first)
 
