@@ -99,6 +99,10 @@ class Blocks(Sketch):
         (n, m), (k, r) = matrix_shape(p), self.block(p)
         if (k, r) == (n, m):
             return real_rows(factor.stack()).view(factor.batch, n, m)
+        if m == 1:  # a bias: one product for all samples, rather than one for each
+            left = self._side(name, "left", n, k, factor.device)
+            rows = [real_rows(stack) @ left.to(wide(stack.dtype).to_real()) for _, stack in factor.stacks(space)]
+            return torch.cat(rows).unsqueeze(2) if rows else self.of_stack(name, p, factor.stack())
         if (k == n and n > _MOST_KEPT_ROWS) or (r == m and m > _MOST_KEPT_ROWS):
             parts = [self.of_stack(name, p, stack) for _, stack in factor.stacks(space)]
             return torch.cat(parts) if parts else self.of_stack(name, p, factor.stack())
