@@ -12,6 +12,7 @@ from ..numberless import with_numbers
 from .base import Factor, Selection, Shape
 from .integer_sums import GroupedSum, IntegerSum
 from .limits import Unit
+from .moments import Sides, added, empty_moments, sum_of
 from .workspace import Workspace
 
 Group = tuple[Tensor, Factor]  # the numbers of some samples (b,), on the CPU, and the factor of these
@@ -181,6 +182,15 @@ class Apart(Factor):
 
     def dot(self, directions: Tensor, space: Workspace | None = None) -> Tensor:
         return self._placed(lambda factor: factor.dot(directions, space))
+
+    def moments(self, left: bool, right: bool, space: Workspace | None = None) -> Sides:
+        total = empty_moments(self, left, right)
+        for part in self._factors:
+            total = added(total, part.moments(left, right, space))
+        return total
+
+    def rotated_squares(self, left: Tensor | None, right: Tensor | None, space: Workspace | None = None) -> Tensor:
+        return sum_of([part.rotated_squares(left, right, space) for part in self._factors])
 
     def compress(self, left: Tensor, right: Tensor, space: Workspace | None = None) -> Tensor:
         return self._placed(lambda factor: factor.compress(left, right, space))

@@ -19,6 +19,7 @@ from ..kernels.differentiable import is_differentiable
 from ..kernels.norms import row_norms, wide, widest
 from .integer_sums import IntegerSum, StackSum
 from .limits import Unit, norm_error, roundoff
+from .moments import Sides, moments_from_stacks, squares_from_stacks
 from .norms import norms_from_stacks
 from .precise import precise_stacks
 from .stacks import real_rows, squares
@@ -166,6 +167,26 @@ class Factor(ABC):
             for _, stack in self.stacks(space or Workspace())
         ]
         return torch.cat(compressed) if compressed else left.new_zeros(0, left.shape[1], right.shape[1])
+
+    def moments(self, left: bool, right: bool, space: Workspace | None = None) -> Sides:
+        """Σ_b G_b G_bᵀ (n, n) and Σ_b G_bᵀ G_b (m, m), each if wanted, of gradients seen as n x m matrices."""
+        return moments_from_stacks(self, left, right, space or Workspace())
+
+    def left_moment(self, space: Workspace | None = None) -> Tensor:
+        """(n, n): the first of `moments`."""
+        moment = self.moments(True, False, space)[0]
+        assert moment is not None
+        return moment
+
+    def right_moment(self, space: Workspace | None = None) -> Tensor:
+        """(m, m): the second of `moments`."""
+        moment = self.moments(False, True, space)[1]
+        assert moment is not None
+        return moment
+
+    def rotated_squares(self, left: Tensor | None, right: Tensor | None, space: Workspace | None = None) -> Tensor:
+        """(k, l): Σ_b (leftᵀ G_b right)² for left (n, k) and right (m, l); None stands for the identity."""
+        return squares_from_stacks(self, left, right, space or Workspace())
 
     # Shorter ways that a form may have.
 

@@ -13,6 +13,7 @@ from ..kernels.norms import wide
 from .base import Factor, Selection, Shape
 from .integer_sums import STACK_ELEMENTS, STACK_POSITIONS, ChunkedSum, IntegerSum
 from .limits import Unit, roundoff
+from .moments import Sides, added, empty_moments, sum_of
 from .outer import Outer, prefers_stack
 from .stacks import copied_to
 from .workspace import Workspace
@@ -131,6 +132,15 @@ class Deferred(Factor):
     def gram(self, other: Factor, space: Workspace | None = None) -> Tensor:
         """Every pair of samples meets: the outer products of all samples are kept at once."""
         return self.compute_all().gram(other.compute_all() if isinstance(other, Deferred) else other, space)
+
+    def moments(self, left: bool, right: bool, space: Workspace | None = None) -> Sides:
+        total = empty_moments(self, left, right)
+        for _, part in self._parts():
+            total = added(total, part.moments(left, right, space))
+        return total
+
+    def rotated_squares(self, left: Tensor | None, right: Tensor | None, space: Workspace | None = None) -> Tensor:
+        return sum_of([part.rotated_squares(left, right, space) for _, part in self._parts()])
 
     def compress(self, left: Tensor, right: Tensor, space: Workspace | None = None) -> Tensor:
         return torch.cat([part.compress(left, right, space) for _, part in self._parts()])

@@ -19,6 +19,7 @@ from .combine import View
 from .deferred import Deferred
 from .dense import Dense
 from .forms import form_of
+from .moments import Sides, added, empty_moments, sum_of
 from .outer import Outer, inner_products
 from .rearrange import Permute
 from .rows import Rows
@@ -281,6 +282,15 @@ class Interleaved(Factor):
 
     def dot(self, directions: Tensor, space: Workspace | None = None) -> Tensor:
         return self._collected(lambda part: part.dot(directions, space))
+
+    def moments(self, left: bool, right: bool, space: Workspace | None = None) -> Sides:
+        total = empty_moments(self, left, right)
+        for part in self.parts:
+            total = added(total, part.moments(left, right, space))
+        return total
+
+    def rotated_squares(self, left: Tensor | None, right: Tensor | None, space: Workspace | None = None) -> Tensor:
+        return sum_of([part.rotated_squares(left, right, space) for part in self.parts])
 
     def compress(self, left: Tensor, right: Tensor, space: Workspace | None = None) -> Tensor:
         return self._collected(lambda part: part.compress(left, right, space))

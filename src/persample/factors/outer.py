@@ -17,6 +17,7 @@ from ..numberless import storage_of
 from .base import Factor, Selection, Shape
 from .integer_sums import STACK_ELEMENTS, STACK_POSITIONS, IntegerSum, ProductSum
 from .limits import Unit, gram_bounds, roundoff
+from .moments import Sides, moments_of_products, rotated_products
 from .norms import norms_from_gram
 from .stacks import separated
 from .workspace import Workspace
@@ -319,6 +320,14 @@ class Outer(Factor):
         if groups:
             compressed = compressed.flatten(1, -3).sum(1)
         return compressed * self.scale
+
+    def moments(self, left: bool, right: bool, space: Workspace | None = None) -> Sides:
+        found = moments_of_products(self, left, right, space or Workspace())
+        return super().moments(left, right, space) if found is None else found
+
+    def rotated_squares(self, left: Tensor | None, right: Tensor | None, space: Workspace | None = None) -> Tensor:
+        sides = rotated_products(self, left, right)
+        return super().rotated_squares(left, right, space) if sides is None else Outer(*sides).sum_squares(None, space)
 
 
 def _products_with_many(left: Tensor, right: Tensor, directions: Tensor, space: Workspace | None) -> Tensor:

@@ -15,6 +15,7 @@ from ..kernels.rows import Segments, add_products, rows_summed
 from .base import Factor, Selection, Shape
 from .integer_sums import IntegerSum, RowsSum
 from .limits import Unit, roundoff
+from .moments import Sides
 from .stacks import real_rows, squares
 from .workspace import Workspace
 
@@ -220,6 +221,13 @@ class Rows(Factor):
         total.index_add_(0, ids, squares(deviations)).addcmul_(unused, squares(center))
         summed = (-center * unused).index_add_(0, ids, deviations)
         return total.sub_(squares(summed) / max(self.batch, 1)).clamp_(min=0)[: self.size]
+
+    def moments(self, left: bool, right: bool, space: Workspace | None = None) -> Sides:
+        """Columns meet only within a row: the right moment is that of the rows that are used."""
+        if left or not can_look(self.device):
+            return super().moments(left, right, space)
+        values = real_rows(self._summed_rows()[1])
+        return None, values.t() @ values if right else None
 
     def dot(self, directions: Tensor, space: Workspace | None = None) -> Tensor:
         products = torch.zeros(self.batch, len(directions), dtype=wide(self.dtype).to_real(), device=self.device)

@@ -1,0 +1,216 @@
+"""Building an index: every rank makes the chunks that are missing and its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from os import PathLike, fspath
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._version import __version__
+from . import loaders
+from .progress import progress
+from .store import Chunk, Folder, MismatchError, Plan
+from .store.fingerprints import of_batch
+from .subject import Checkpoint, Rows, Subject
+from .team import Team
+
+CHUNK_BYTES = 2**26
+_NEAR = 1e-3  # between rows of the same batch, computed with other threads or on another machine
+
+IdsFn = Callable[[Any], Sequence[int] | Tensor]
+
+
+@dataclass
+class Builder:
+    """One call of `Index.build`."""
+
+    folder: Folder
+    subject: Subject
+    dtype: str
+    loader: Any
+    checkpoints: Sequence[Checkpoint]
+    ids_fn: IdsFn | None = None
+    chunk_bytes: int = CHUNK_BYTES
+    show: bool | None = None
+    team: Team = field(default_factory=Team)
+
+    def build(self) -> None:
+        """Begin an index or go on with it, and finish it."""
+        loaders.check_order(self.loader)
+        with self.team.together():
+            if self.team.rank == 0:
+                self._begin_or_check()
+        chunks = 0
+        with self.team.together():
+            for number, checkpoint in enumerate(self.checkpoints):
+                with self.subject.at(checkpoint):
+                    chunks = self._missing_chunks(number)
+        chunks = self.team.largest(chunks)
+        with self.team.together():
+            if self.team.rank == 0:
+                self._finish(chunks)
+
+    def _finish(self, chunks: int) -> None:
+        counts = [self.folder.open(0, number).told["samples"] for number in range(chunks)]
+        if self.folder.noted("samples") != counts:
+            self.folder.note(samples=counts)
+
+    # The plan.
+
+    def _begin_or_check(self) -> None:
+        batch = loaders.first_batch(self.loader)
+        if batch is None:
+            raise ValueError("the loader has no batches")
+        with self.subject.at(self.checkpoints[0]):
+            first = self.subject.rows(batch, seed=0)
+        plan = self._plan(batch, first)
+        if self.folder.exists():
+            self.folder.plan.check(plan)
+        self.folder.remove_scratch()
+        if not self.folder.exists():
+            self.folder.begin(plan)
+            return
+        if self.folder.has(0, 0):
+            self._compare(first)
+
+    def _plan(self, batch: Any, first: Rows) -> Plan:
+        fingerprints = []
+        for checkpoint in self.checkpoints:
+            with self.subject.at(checkpoint):
+                source = fspath(checkpoint) if isinstance(checkpoint, (str, PathLike)) else None
+                fingerprints.append({"source": source, "fingerprint": self.subject.fingerprint()})
+        parameters = [
+            [name, list(p.shape), list(self.subject.sketch.block(p))] for name, p in self.subject.params.items()
+        ]
+        per_token, sketch, own_ids = first.losses.ndim == 2, self.subject.sketch.settings(), self.ids_fn is not None
+        data = of_batch(batch)
+        plan = Plan(sketch, self.dtype, parameters, fingerprints, data, None, 1, per_token, own_ids, __version__)
+        per_batch = max(1, first.losses.numel() * plan.encoding.row_bytes)
+        values = {**vars(plan), "batches_per_chunk": max(1, self.chunk_bytes // per_batch)}
+        return Plan(**{**values, "batches": loaders.length(self.loader)})
+
+    def _compare(self, first: Rows) -> None:
+        """Other losses of the same model and data show in the first batch."""
+        now, count = first.line, len(first.line)
+        stored = torch.cat([rows for _, rows in self.folder.open(0, 0).rows(2**62)])[:count]
+        coarse = {"float32": 0.0, "float16": 1e-3, "int8": 1e-2}[self.dtype]
+        if stored.shape != now.shape or float((stored - now).norm()) > (_NEAR + coarse) * float(now.norm()) + 1e-12:
+            raise MismatchError(
+                "the first batch has other gradients than the folder holds for it: losses_fn has "
+                "changed. Choose another "
+                "folder, or remove this one"
+            )
+
+    # The work.
+
+    def _missing_chunks(self, checkpoint: int) -> int:
+        """Make what is missing and this rank's; the number of chunks there are to be."""
+        size, total = self.folder.plan.batches_per_chunk, loaders.length(self.loader)
+        lacking: dict[int, bool] = {}
+        seen = 0
+
+        def mine(number: int) -> bool:
+            nonlocal seen
+            seen = max(seen, number + 1)
+            chunk = number // size
+            if chunk not in lacking:
+                lacking[chunk] = chunk % self.team.size == self.team.rank and not self._is_there(checkpoint, chunk)
+            return lacking[chunk]
+
+        count = None if total is None else sum(mine(number) for number in range(total))
+        making = _Making(self, checkpoint)
+        with progress(self._title(checkpoint), count, self.show, first=self.team.rank == 0) as bar:
+            for number, batch in loaders.batches(self.loader, mine):
+                making.add(number, batch)
+                bar.advance(making.last)
+            making.write()
+        return -(-seen // size)
+
+    def _is_there(self, checkpoint: int, chunk: int) -> bool:
+        if not self.folder.has(checkpoint, chunk):
+            return False
+        self.folder.open(checkpoint, chunk)  # which says so, if it is damaged
+        return True
+
+    def _title(self, checkpoint: int) -> str:
+        count = len(self.checkpoints)
+        return "index" if count == 1 else f"index, checkpoint {checkpoint + 1} of {count}"
+
+    def ids_of(self, batch: Any, count: int, before: int) -> Tensor:
+        """(B,): what ``ids_fn`` says, or places in the chunk."""
+        if self.ids_fn is None:
+            return torch.arange(before, before + count)
+        ids = torch.as_tensor(self.ids_fn(batch), dtype=torch.int64, device="cpu").reshape(-1)
+        if len(ids) != count:
+            raise ValueError(f"ids_fn returned {len(ids)} ids for a batch of {count} samples")
+        return ids
+
+
+class _Making:
+    """The chunk that is being made, already in the dtype that it is stored in."""
+
+    def __init__(self, builder: Builder, checkpoint: int) -> None:
+        self.builder, self.checkpoint = builder, checkpoint
+        self.number: int | None = None
+        self.last = 0  # samples of the last batch
+        self._forget()
+
+    def _forget(self) -> None:
+        self.parts: list[Chunk] = []
+        self.data: list[str] = []
+        self.samples = 0
+
+    def add(self, number: int, batch: Any) -> None:
+        """Take a batch, after writing the chunk before it if this is the first of another."""
+        chunk = number // self.builder.folder.plan.batches_per_chunk
+        if chunk != self.number:
+            self.write()
+            self.number = chunk
+        rows = self.builder.subject.rows(batch, seed=number)
+        self.parts.append(self._part(batch, rows))
+        self.data.append(of_batch(batch))
+        self.last = len(rows.losses)
+        self.samples += self.last
+
+    def _part(self, batch: Any, rows: Rows) -> Chunk:
+        plan, count, line = self.builder.folder.plan, len(rows.losses), rows.line
+        if (rows.losses.ndim == 2) != plan.per_token:
+            raise ValueError(f"losses_fn returned {rows.losses.ndim} dims, and another number for the first batch")
+        ids = self.builder.ids_of(batch, count, self.samples)
+        norms = line.norm(dim=1)
+        if not bool(torch.isfinite(norms).all()):
+            per_row = rows.losses.shape[1] if plan.per_token else 1
+            wrong = sorted({row // per_row for row in (~torch.isfinite(norms)).nonzero().flatten().tolist()})
+            raise ValueError(
+                f"samples {wrong[:8]} of batch {_number_of(self)} have gradients that are "
+                f"infinite or NaN: leave them out of "
+                f"the data, or give them a loss of zero by torch.where in losses_fn"
+            )
+        tokens = sample_norms = None
+        if plan.per_token:
+            length = rows.losses.shape[1]
+            sample_norms = line.view(count, length, -1).sum(1).norm(dim=1)
+            ids, tokens = ids.repeat_interleave(length), torch.arange(length, dtype=torch.int32).repeat(count)
+        codes, scales = plan.encoding.encode(line)
+        losses = rows.losses.flatten().to("cpu", torch.float32)
+        return Chunk(codes, scales, ids, norms, losses, tokens, sample_norms)
+
+    def write(self) -> None:
+        """Write what there is."""
+        if self.number is None or not self.parts:
+            return
+        each = [part.tensors() for part in self.parts]
+        self.parts = []
+        whole = {name: torch.cat([part.pop(name) for part in each]) for name in list(each[0])}
+        chunk = Chunk(whole.pop("codes"), whole.pop("scales", None), **whole)
+        self.builder.folder.write(self.checkpoint, self.number, chunk, self.data, self.samples)
+        self._forget()
+
+
+def _number_of(making: _Making) -> int:
+    """The number of the batch that is being taken."""
+    return (making.number or 0) * making.builder.folder.plan.batches_per_chunk + len(making.parts)

@@ -1,0 +1,101 @@
+"""An index for other tools: checkpoints beside each other, so that scores are inner products with `Index.vectors`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .store import Folder, OpenChunk
+from .store.files import make_folder
+
+
+def export(folder: Folder, format: str, path: Path, max_memory: int) -> None:
+    """Write an index in one of `FORMATS`."""
+    if format not in FORMATS:
+        raise ValueError(f"format must be one of {', '.join(map(repr, FORMATS))}, not {format!r}")
+    make_folder(path.parent)
+    FORMATS[format](folder, path, max_memory)
+
+
+def _pieces(folder: Folder, max_memory: int) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    """Rows (N, C·D) with ids, tokens, losses and norms, a few at a time."""
+    start, count = 0, len(folder.plan.checkpoints)
+    for number, samples in enumerate(folder.samples):
+        opened = [folder.open(checkpoint, number) for checkpoint in range(count)]
+        first = opened[0]
+        facts = {name: first.get(name) for name in ("ids", "losses", "norms")}
+        facts["ids"] = facts["ids"] if folder.plan.own_ids else facts["ids"] + start
+        if first.has_tokens:
+            facts["tokens"] = first.get("tokens")
+        start += samples
+        for several in zip(*[chunk.rows(max_memory // count) for chunk in opened], strict=True):
+            some = several[0][0]
+            yield torch.cat([rows for _, rows in several], 1), {name: t[some] for name, t in facts.items()}
+
+
+def _to_npy(folder: Folder, path: Path, max_memory: int) -> None:
+    """`path`: float32 (N, C·D); beside it, `.ids.npy` and, if there are any, `.tokens.npy`."""
+    numpy = import_module("numpy")
+    rows = sum(len(chunk) for chunk in _chunks(folder))
+    width = sum(folder.plan.encoding.widths) * len(folder.plan.checkpoints)
+    out = numpy.lib.format.open_memmap(path, mode="w+", dtype="float32", shape=(rows, width))
+    facts: dict[str, list[Tensor]] = {}
+    start = 0
+    for piece, told in _pieces(folder, max_memory):
+        out[start : start + len(piece)] = piece.numpy()
+        start += len(piece)
+        for name in ("ids", "tokens"):
+            if name in told:
+                facts.setdefault(name, []).append(told[name])
+    out.flush()
+    for name, parts in facts.items():
+        numpy.save(path.with_suffix(f".{name}.npy"), torch.cat(parts).numpy())
+
+
+def _chunks(folder: Folder) -> list[OpenChunk]:
+    return [folder.open(0, number) for number in range(len(folder.samples))]
+
+
+def _to_parquet(folder: Folder, path: Path, max_memory: int) -> None:
+    """One row for each loss: ids, tokens, losses, norms, and ``row``, a list of fixed size."""
+    arrow = _package("pyarrow", "pyarrow", "parquet")
+    parquet = _package("pyarrow.parquet", "pyarrow", "parquet")
+    writer: Any = None
+    try:
+        for piece, told in _pieces(folder, max_memory):
+            columns = {name: arrow.array(t.numpy()) for name, t in told.items()}
+            flat = arrow.array(piece.reshape(-1).numpy())
+            columns["row"] = arrow.FixedSizeListArray.from_arrays(flat, piece.shape[1])
+            table = arrow.table(columns)
+            writer = writer or parquet.ParquetWriter(path, table.schema)
+            writer.write_table(table)
+    finally:
+        if writer is not None:
+            writer.close()
+
+
+def _to_faiss(folder: Folder, path: Path, max_memory: int) -> None:
+    """An `IndexFlatIP` with the ids of samples; of tokens, with the numbers of rows."""
+    faiss = _package("faiss", "faiss-cpu", "faiss")
+    index, start = None, 0
+    for piece, told in _pieces(folder, max_memory):
+        index = index or faiss.IndexIDMap(faiss.IndexFlatIP(piece.shape[1]))
+        ids = torch.arange(start, start + len(piece)) if "tokens" in told else told["ids"]
+        index.add_with_ids(piece.contiguous().numpy(), ids.numpy())
+        start += len(piece)
+    faiss.write_index(index, str(path))
+
+
+def _package(module: str, package: str, format: str) -> Any:
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ImportError(f"export to {format} needs the package {package}: pip install {package}") from error
+
+
+FORMATS: dict[str, Callable[[Folder, Path, int], None]] = {"npy": _to_npy, "parquet": _to_parquet, "faiss": _to_faiss}

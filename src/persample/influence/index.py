@@ -1,0 +1,367 @@
+"""`Index`: sketches of every example's gradient on disk, to be asked which of them made the model what it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from . import loaders, search
+from .build import CHUNK_BYTES, Builder, IdsFn
+from .checking import Check, Error, check, errors_of_dtypes
+from .curvature.base import Curvature, Fitted, load
+from .export import export
+from .progress import progress as shown
+from .search import Hits, Order, Search
+from .sketches import Blocks, Sketch
+from .store import DamagedError, Dtype, Encoding, Folder, MismatchError
+from .store.files import safetensors, write_tensors
+from .store.fingerprints import of_batch
+from .subject import Checkpoint, LossesFn, Subject
+from .team import Team
+
+Per = Literal["sample", "parameter", "token"]
+_MEMORY = 2**28
+
+
+class Index:
+    """Sketches of the gradient of every training example, in a folder on disk.
+
+    A positive score says that training on the example lowers the query's loss (helpful), a negative one that it raises
+    it (harmful): scores are inner products of the gradients of both, with the inverse of a curvature between them after
+    `fit`. The model is in evaluation mode whenever losses are computed.
+
+    Args:
+        folder: where chunks are kept; it is made by `build`.
+        model: whose trainable parameters gradients are taken of.
+        losses_fn: ``losses_fn(model, batch)`` returns one loss per sample (B,), or one per token (B, T).
+        sketch: `Blocks`, `Sparse` or `Masked`.
+        dtype: "float32", "float16" or "int8"; the last two with a scale for every row and parameter.
+        params: names of parameters, if not all are asked.
+    """
+
+    def __init__(
+        self,
+        folder: str | PathLike[str],
+        model: nn.Module,
+        losses_fn: LossesFn,
+        *,
+        sketch: Sketch = Blocks(16, 16, seed=0),  # noqa: B008 (frozen)
+        dtype: Dtype = "float32",
+        params: Sequence[str] | None = None,
+    ) -> None:
+        self.subject = Subject.of(model, losses_fn, sketch, params)
+        self.dtype = Encoding(dtype, ()).dtype  # refuses others
+        self.folder = Folder(Path(folder))
+        self._checkpoints: Sequence[Checkpoint] | None = None
+        self._fitted: list[Fitted] | None = None
+
+    def build(
+        self,
+        loader: Any,
+        checkpoints: Sequence[Checkpoint] | None = None,
+        *,
+        ids_fn: IdsFn | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
+        progress: bool | None = None,
+    ) -> Index:
+        """Make the chunks that are missing: all of them at first, the rest after an interruption.
+
+        Args:
+            loader: an iterable of batches with a fixed order: a DataLoader that does not shuffle, a list.
+            checkpoints: files or states of the model; scores are means over them. By default, the model as it is.
+            ids_fn: ``ids_fn(batch)`` returns the ids of its samples; by default, their places in the data.
+            chunk_bytes: about the size of a chunk.
+            progress: show a bar; by default, in a terminal.
+        """
+        if checkpoints is not None and (isinstance(checkpoints, (str, PathLike, Mapping)) or not len(checkpoints)):
+            raise ValueError("checkpoints must be a list of at least one file or state, or None for the model as it is")
+        self._checkpoints = [None] if checkpoints is None else list(checkpoints)
+        Builder(self.folder, self.subject, self.dtype, loader, self._checkpoints, ids_fn, chunk_bytes, progress).build()
+        return self
+
+    def __len__(self) -> int:
+        """The number of samples."""
+        return sum(self.folder.samples)
+
+    def use(self, checkpoints: Sequence[Checkpoint]) -> Index:
+        """Say which checkpoints the index was built with, where it does not know their files."""
+        self._checkpoints = list(checkpoints)
+        return self
+
+    # Curvature.
+
+    def fit(
+        self,
+        curvature: Curvature | None,
+        loader: Any = None,
+        *,
+        damping: float | None = None,
+        sample_losses_fn: LossesFn | None = None,
+        progress: bool | None = None,
+    ) -> Index:
+        """Put the inverse of a curvature between the gradients; None takes it away again.
+
+        The stored gradients are gone through, or, if the curvature asks for sampled labels, the ``loader``: then
+        ``sample_losses_fn(model, batch)`` returns the losses with labels drawn from the model.
+        """
+        team = Team()
+        if curvature is None:
+            self._fitted = None
+            with team.together():
+                if team.rank == 0:
+                    self.folder.note(curvature=None)
+            return self
+        sampled = curvature.labels == "sampled"
+        if sampled and (loader is None or sample_losses_fn is None):
+            raise ValueError(
+                "labels='sampled' needs the data again: pass loader= and sample_losses_fn=, "
+                "which returns losses with labels "
+                "drawn from the model; or use labels='given'"
+            )
+        settings = []
+        for number, checkpoint in enumerate(self._states()):
+            own = deepcopy(curvature)
+            own.start(self.folder.plan.blocks)
+            for _ in range(own.passes):
+                if sampled:
+                    with self.subject.at(checkpoint):
+                        self._check_model(number)
+                        self._add_sampled(own, loader, sample_losses_fn, team, progress)
+                else:
+                    self._add_stored(own, number, team)
+                team.add_up(own.sums())
+                own.end_pass()
+            fitted = own.fitted(damping)
+            settings.append(fitted.settings())
+            with team.together():
+                if team.rank == 0:
+                    write_tensors(self._curvature_file(number), _cpu(fitted.tensors()), self.folder.plan.name)
+        with team.together():
+            if team.rank == 0:
+                self.folder.note(curvature=settings)
+        self._fitted = None
+        return self
+
+    def _add_stored(self, curvature: Curvature, checkpoint: int, team: Team) -> None:
+        for number in range(team.rank, len(self.folder.samples), team.size):
+            for _, rows in self.folder.open(checkpoint, number).rows(CHUNK_BYTES):
+                curvature.add(self._blocks(rows))
+
+    def _add_sampled(self, curvature: Curvature, loader: Any, fn: Any, team: Team, show: bool | None) -> None:
+        loaders.check_order(loader)
+        mine: Callable[[int], bool] = lambda number: number % team.size == team.rank  # noqa: E731
+        with shown("fit", loaders.length(loader), show, first=team.rank == 0) as bar:
+            for number, batch in loaders.batches(loader, mine):
+                rows = self.subject.rows(batch, seed=number + 1, losses_fn=fn)
+                curvature.add(rows.blocks)
+                bar.advance(len(rows.losses))
+
+    def _curvature_file(self, checkpoint: int) -> Path:
+        return self.folder.path / f"curvature-{checkpoint:02d}.safetensors"
+
+    def fitted(self) -> list[Fitted] | None:
+        """The curvature of every checkpoint; None without one."""
+        settings = self.folder.noted("curvature")
+        if settings is None:
+            return None
+        if self._fitted is None:
+            files = [self._curvature_file(number) for number in range(len(settings))]
+            try:
+                each = [load(safetensors().load_file(path), told) for path, told in zip(files, settings, strict=True)]
+            except (safetensors("safetensors").SafetensorError, OSError) as error:
+                raise DamagedError(
+                    f"the curvature of {self.folder.path} cannot be read ({error}): call index.fit again"
+                ) from error
+            self._fitted = each
+        return self._fitted
+
+    # Questions.
+
+    def query(
+        self,
+        batch: Any,
+        k: int = 10,
+        *,
+        order: Order = "helpful",
+        normalise: bool = False,
+        per: Per = "sample",
+        parameters: Sequence[str] | None = None,
+        max_memory: int = _MEMORY,
+    ) -> Hits:
+        """The examples with the highest scores for every query of a batch, by reading the whole index once.
+
+        Args:
+            batch: queries, as ``losses_fn`` takes them; losses of tokens are added up.
+            k: how many.
+            order: "helpful" for the highest scores, "harmful" for the lowest.
+            normalise: divide by the norms of both vectors: cosines, for which long gradients count no more than others.
+            per: "sample"; "parameter" to have, beside the scores, what each parameter adds to them; "token" for single
+                tokens of losses (B, T), whose scores add up to the sample's.
+            parameters: names of those that count, if not all do.
+            max_memory: bytes for rows that are read.
+        """
+        if not isinstance(k, int) or k < 1:
+            raise ValueError(f"k must be a positive integer, not {k!r}")
+        if order not in ("helpful", "harmful"):
+            raise ValueError(f"order must be 'helpful' or 'harmful', not {order!r}")
+        found = self._search(batch, normalise, per, parameters, max_memory)
+        ids, scores, tokens, places = search.top(found.parts(), k, order)
+        if per != "parameter":
+            return Hits(ids, scores, tokens)
+        names = list(self.folder.plan.blocks) if parameters is None else list(parameters)
+        return Hits(ids, scores, tokens, {name: self._share(found, name, places) for name in names})
+
+    def _share(self, found: Search, name: str, places: Tensor) -> Tensor:
+        """(Q, k): what one parameter adds to the scores at some places of the index."""
+        columns = self._columns([name])
+        within = columns if found.columns is None else torch.isin(found.columns, columns).nonzero().flatten()
+        queries = [queries[:, within] for queries in found.queries]
+        part = Search(found.folder, queries, columns, False, found.by_sample, found.max_memory)
+        return search.every(part.parts()).scores.gather(1, places)
+
+    def scores(
+        self,
+        batch: Any,
+        *,
+        normalise: bool = False,
+        per: Per = "sample",
+        parameters: Sequence[str] | None = None,
+        max_memory: int = _MEMORY,
+    ) -> Tensor:
+        """(Q, N): the scores of all examples, in the order of the data; see `query`. Per token, of all rows."""
+        if per == "parameter":
+            raise ValueError("scores per parameter: call scores(batch, parameters=[name]) for each of them")
+        return search.every(self._search(batch, normalise, per, parameters, max_memory).parts()).scores
+
+    def ids(self) -> Tensor:
+        """(N,): the ids of all examples, in the order of `scores`."""
+        nothing = torch.zeros(0, sum(self.folder.plan.encoding.widths))
+        question = Search(self.folder, [nothing], None, False, True, _MEMORY)
+        return search.every(question.parts()).ids
+
+    def vectors(self, batch: Any) -> Tensor:
+        """(Q, C·D): what exported rows are multiplied by; all C checkpoints beside each other."""
+        queries = self._queries(batch)
+        return torch.cat(queries, 1) / len(queries)
+
+    def _search(
+        self, batch: Any, normalise: bool, per: Per, parameters: Sequence[str] | None, max_memory: int
+    ) -> Search:
+        if per not in ("sample", "parameter", "token"):
+            raise ValueError(f"per must be 'sample', 'parameter' or 'token', not {per!r}")
+        plan = self.folder.plan
+        if per == "token" and not plan.per_token:
+            raise ValueError("this index has no tokens: build one with a losses_fn that returns losses of shape (B, T)")
+        if normalise and parameters is not None and plan.per_token and per != "token":
+            raise ValueError("norms of some parameters are not stored for sums over tokens: pass normalise=False")
+        if per == "parameter" and normalise:
+            raise ValueError("per='parameter' has shares of inner products: pass normalise=False")
+        columns = None if parameters is None else self._columns(parameters)
+        queries = [q if columns is None else q[:, columns] for q in self._queries(batch)]
+        if normalise:
+            queries = [q / q.norm(dim=1, keepdim=True).clamp(min=torch.finfo(q.dtype).tiny) for q in queries]
+        return Search(self.folder, queries, columns, normalise, per != "token", max_memory)
+
+    def _columns(self, parameters: Sequence[str]) -> Tensor:
+        """The columns of some parameters, in the order of the index."""
+        widths = dict(zip(self.folder.plan.blocks, self.folder.plan.encoding.widths, strict=True))
+        unknown = [name for name in parameters if name not in widths]
+        if unknown or isinstance(parameters, str):
+            raise ValueError(
+                f"parameters that the index does not have: {unknown or parameters}; it has {list(widths)[:8]} …"
+            )
+        chosen = [torch.full((width,), name in parameters) for name, width in widths.items()]
+        return torch.cat(chosen).nonzero().flatten()
+
+    def _queries(self, batch: Any) -> list[Tensor]:
+        """(Q, D) under every checkpoint, multiplied by the inverse of its curvature."""
+        found, fitted = [], self.fitted()
+        for number, checkpoint in enumerate(self._states()):
+            curvature = None if fitted is None else fitted[number]
+            with self.subject.at(checkpoint):
+                self._check_model(number)
+                rows = self.subject.query(batch, {} if curvature is None else curvature.scales)
+            if curvature is not None:
+                blocks = {name: block.to("cpu", torch.float32) for name, block in rows.blocks.items()}
+                applied = curvature.apply(blocks)
+                rows = type(rows)({name: applied[name] for name in blocks}, rows.losses)
+            found.append(rows.line)
+        return found
+
+    def _states(self) -> Sequence[Checkpoint]:
+        """The checkpoints, by what is known of them."""
+        plan = self.folder.plan
+        self._check_settings()
+        if self._checkpoints is None:
+            sources = [told["source"] for told in plan.checkpoints]
+            if None in sources and len(sources) > 1:
+                raise ValueError(
+                    "the index was built with states that are not files: pass them by index.use(checkpoints)"
+                )
+            self._checkpoints = sources
+        if len(self._checkpoints) != len(plan.checkpoints):
+            raise ValueError(f"the index has {len(plan.checkpoints)} checkpoints, not {len(self._checkpoints)}")
+        return self._checkpoints
+
+    def _check_settings(self) -> None:
+        plan = self.folder.plan
+        if plan.sketch != self.subject.sketch.settings() or plan.blocks != self.subject.blocks:
+            raise MismatchError(
+                f"{self.folder.path} was built with sketch {plan.sketch} of parameters {list(plan.blocks)[:8]}: "
+                f"make the Index with the same"
+            )
+
+    def _check_model(self, number: int) -> None:
+        if self.subject.fingerprint() != self.folder.plan.checkpoints[number]["fingerprint"]:
+            raise MismatchError(
+                f"{self.folder.path} was built with other parameters or buffers of the model "
+                f"(checkpoint {number}): load the "
+                f"ones it was built with, or build another index"
+            )
+
+    def _blocks(self, rows: Tensor) -> dict[str, Tensor]:
+        """Rows (N, D) as (N, l, r) for every parameter."""
+        plan = self.folder.plan
+        parts = rows.split(list(plan.encoding.widths), 1)
+        return {name: part.reshape(-1, *block) for (name, block), part in zip(plan.blocks.items(), parts, strict=True)}
+
+    # Whether all is well.
+
+    def check(self, batch: Any) -> Check:
+        """Compare the sketches of a batch, and their inner products, with one backward per sample."""
+        return check(self.subject, batch)
+
+    def error(self, batch: Any) -> dict[str, Error]:
+        """What float32, float16 and int8 add as errors, measured with the gradients of a batch."""
+        return errors_of_dtypes(self.subject.rows(batch).line, Encoding("float32", self._widths()).widths)
+
+    def _widths(self) -> tuple[int, ...]:
+        return tuple(rows * columns for rows, columns in self.subject.blocks.values())
+
+    def verify(self, loader: Any = None) -> None:
+        """Compare every chunk with what was written; with a loader, also the data with those it was made of."""
+        for checkpoint in range(len(self.folder.plan.checkpoints)):
+            for number in range(len(self.folder.samples)):
+                self.folder.open(checkpoint, number).verify()
+        if loader is None:
+            return
+        size = self.folder.plan.batches_per_chunk
+        for number, batch in loaders.batches(loader, lambda _: True):
+            told = self.folder.open(0, number // size).told["data"]
+            if number % size >= len(told) or told[number % size] != of_batch(batch):
+                raise MismatchError(f"batch {number} of the loader is not the one that the index was built from")
+
+    def export(self, format: str, path: str | PathLike[str], *, max_memory: int = _MEMORY) -> None:
+        """Write all rows for other tools, as "npy", "parquet" or "faiss"; scores are inner products with `vectors`."""
+        self._check_settings()
+        export(self.folder, format, Path(path), max_memory)
+
+
+def _cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: t.detach().cpu().clone() for name, t in tensors.items()}

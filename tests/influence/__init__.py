@@ -1,0 +1,1 @@
+"""Influence: indexes on disk held against gradients that autograd makes one by one."""

@@ -1,0 +1,54 @@
+"""Several processes: the same bytes as one, and a resume with another number of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from persample.influence.curvature.kinds import Shampoo
+from tests.distributed.processes import Processes
+from tests.influence import programs
+from tests.influence.programs import content, index_of
+
+
+def fit(rank: int, world: int, folder: str) -> torch.Tensor:
+    index = index_of(Path(folder)).fit(Shampoo())
+    return index.scores(programs.batches_of(2, 4, 9)[0])
+
+
+def fail(rank: int, world: int, folder: str) -> str:
+    index = index_of(Path(folder))
+    data = programs.batches_of()
+    if rank == 1:
+        data[2] = (data[2][0] * torch.nan, data[2][1])
+    try:
+        index.build(data, chunk_bytes=programs.CHUNK["float32"], progress=False)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "built"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_ranks_make_the_bytes_of_one_process(tmp_path: Path, world: int) -> None:
+    programs.build(0, 1, str(tmp_path / "one"))
+    want = content(tmp_path / "one")
+    processes = Processes(world, tmp_path)
+    try:
+        assert processes.run(programs.build, str(tmp_path / "many")) == [32] * world
+        assert content(tmp_path / "many") == want
+        for name in ("00-000000", "00-000002"):  # made by another number of processes
+            (tmp_path / "one" / "chunks" / f"{name}.safetensors").unlink()
+        processes.run(programs.build, str(tmp_path / "one"))
+        assert content(tmp_path / "one") == want
+        if world > 1:
+            said = processes.run(fail, str(tmp_path / "bad"))
+            assert "infinite or NaN" in said[1]
+            assert "another process of this build has failed" in said[0]
+        alone = fit(0, 1, str(tmp_path / "one"))
+        for scores in processes.run(fit, str(tmp_path / "many")):
+            assert torch.allclose(scores, alone, rtol=1e-4, atol=1e-5)
+    finally:
+        processes.stop()
