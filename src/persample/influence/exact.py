@@ -1,4 +1,4 @@
-"""Influence without an index: `exact`, by preconditioned conjugate gradients, and `dual`, by the kernel of gradients."""
+"""Influence without an index: `exact`, by preconditioned conjugate gradients, and `dual`, by a kernel of gradients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..shortcuts import dot, gram
 from ..verbs import grad, reduce
-from .curvature.base import DAMPING, Curvature, check_damping
+from .curvature.base import WHOLE_DAMPING, Curvature, check_damping
 from .curvature.kinds import FittedBlocks, OfBlocks, Shampoo
 from .products import Fisher, Product
 from .sampling import LossesFn, SampleLossesFn, generator_of
@@ -91,15 +91,18 @@ def solve(
     wanted = given.to(torch.promote_types(given.dtype, torch.float32))
     chosen = preconditioner or Shampoo(labels="given" if sample_losses_fn is None else "sampled")
     fitted: FittedBlocks = fit(chosen, model, losses_fn, loader, sample_losses_fn=sample_losses_fn)
-    damping = DAMPING * fitted.mean_eigenvalue if damping is None else float(damping)
+    damping = WHOLE_DAMPING * fitted.mean_eigenvalue if damping is None else float(damping)
     fitted, operator = fitted.with_damping(damping), product or Fisher(sample_losses_fn)
 
+    sizes: dict[int, int] = {}
+
     def times(vectors: Tensor) -> Tensor:
-        total, samples = vectors.new_zeros(vectors.shape), 0
+        total = vectors.new_zeros(vectors.shape)
         for number, batch in batches(loader):
             total += operator.of_batch(model, params, losses_fn, batch, number, vectors)
-            samples += size_of(losses_fn, model, batch)
-        return total / samples + damping * vectors
+            if number not in sizes:
+                sizes[number] = size_of(losses_fn, model, batch)
+        return total / sum(sizes.values()) + damping * vectors
 
     solved, residuals, used = conjugate_gradients(
         times, lambda v: applied(fitted, v, params), wanted, products, tolerance
@@ -151,7 +154,7 @@ def exact(
             `Hessian`. Without it, the Fisher information: the true one with ``sample_losses_fn``, else the empirical.
         sample_losses_fn: losses with labels drawn from the model, ``(model, batch, generator) -> (B,)``.
         preconditioner: a curvature by blocks that is fitted first; by default ``pi.Shampoo``.
-        damping: λ, for example the weight decay of the training; None for a tenth of the mean eigenvalue.
+        damping: λ, best the weight decay of the training; None for the mean eigenvalue of the Fisher information.
         products: passes over the data at most.
         tolerance: of the residual, relative to the query's gradient, at which to stop before.
 
@@ -237,7 +240,7 @@ def dual(
         queries: a batch, as ``losses_fn`` takes it.
         sample_losses_fn: losses with labels drawn from the model; without it, the empirical Fisher.
         draws: labels per sample.
-        damping: λ; None for a tenth of the mean eigenvalue.
+        damping: λ, best the weight decay of the training; None for the mean eigenvalue.
         seed: of the labels.
 
     Returns:
@@ -268,7 +271,7 @@ def dual(
 
     kernel = between(drawn, drawn)
     count, size = len(kernel), sum(p.numel() for p in params.values())
-    damping = DAMPING * float(kernel.diagonal().mean()) / size if damping is None else damping
+    damping = WHOLE_DAMPING * float(kernel.diagonal().mean()) / size if damping is None else damping
     if damping <= 0:
         raise ValueError("all gradients are zero, so that no damping can be chosen: pass one")
     system = kernel + count * damping * torch.eye(count, dtype=kernel.dtype, device=kernel.device)

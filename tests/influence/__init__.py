@@ -1,0 +1,1 @@
+"""Which examples made the model what it is."""
