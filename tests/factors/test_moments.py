@@ -116,4 +116,5 @@ def test_every_case(case: Case) -> None:
     if any(not bool(torch.isfinite(g.abs().double().square()).all()) for g in want.values()) or low:
         return  # what is promised of half precision and of overflows is tested with factors
     with warnings_of(case):
-        assert ps.reduce(losses, params, Moments(want, 1e-9))[0] > 0
+        checked = ps.reduce(losses, params, Moments(want, 1e-9))[0]
+    assert checked > 0 or not any(bool((g != 0).any()) for g in want.values())

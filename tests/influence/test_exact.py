@@ -152,7 +152,7 @@ def test_sampled_labels_give_gauss_newton_on_average() -> None:
     jacobian = torch.cat([j.flatten(2) for j in ps.jacobian(model(x).flatten(1), model).values()], 2)[0]
     p = model(x).detach()[0].softmax(1)
     bend = torch.block_diag(*(torch.diag_embed(p) - p[:, :, None] * p[:, None, :])) / 4
-    squares = torch.eye(12).double() / 4
+    squares = torch.eye(12).double() / 12  # the mean over all outputs
     for sample, inner in (
         (pi.categorical(lambda m, b: m(b), "mean"), bend),
         (pi.gaussian(lambda m, b: m(b), "mean"), squares),
@@ -196,5 +196,7 @@ def test_bad_input() -> None:
         pi.Fisher(draws=0)
     with pytest.raises(ValueError, match="'sum' or 'mean'"):
         pi.categorical(logits_fn, over="max")  # type: ignore[arg-type]
+    turned = nn.Linear(2, 2)
+    turned.register_parameter("phase", nn.Parameter(torch.ones(2, dtype=torch.complex64)))
     with pytest.raises(TypeError, match="complex"):
-        pi.fit(pi.KFAC(), nn.Linear(2, 2).to(torch.complex64), losses_fn, data)
+        pi.fit(pi.KFAC(), turned, losses_fn, data)

@@ -41,7 +41,7 @@ def gaussian(outputs_fn: OutputsFn, over: Over = "sum") -> SampleLossesFn:
 
     Args:
         outputs_fn: from a model and a batch to outputs (B, ...).
-        over: as for `categorical`. Losses without the ½ have twice this curvature.
+        over: all outputs of a sample, as for `categorical`. Losses without the ½ have twice this curvature.
     """
     _check_over(over)
 

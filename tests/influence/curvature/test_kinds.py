@@ -44,7 +44,7 @@ def run(curvature: pi.Curvature, blocks: dict[str, Tensor], size: int = 7) -> pi
 
 
 def eigenbasis(moment: Tensor, turned: bool) -> Tensor:
-    return torch.linalg.eigh(moment)[1] if turned else torch.eye(len(moment)).double()
+    return torch.linalg.eigh(moment)[1].contiguous() if turned else torch.eye(len(moment)).double()
 
 
 def matrix(kind: str, g: Tensor) -> Tensor:
