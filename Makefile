@@ -12,7 +12,7 @@ BY_CPU := tests/kernels tests/factors tests/reductions tests/nn tests/benchmarks
 
 .DEFAULT_GOAL := help
 .PHONY: help demo fuzz test test-all test-torch lint docs dist clean
-.PHONY: bench bench-compiled bench-docs bench-expanded bench-launches bench-monitor bench-pages bench-parts bench-peers bench-private bench-scaling bench-sensitivity bench-several
+.PHONY: bench bench-compiled bench-docs bench-expanded bench-influence bench-launches bench-monitor bench-pages bench-parts bench-peers bench-private bench-scaling bench-sensitivity bench-several
 
 help:
 	@echo "make demo      finds wrong labels, trains privately, checks itself; writes build/demo.html (a minute)"
@@ -110,6 +110,10 @@ bench-pages: $(PEERS_STAMP)
 bench-launches: $(STAMP)
 	$(BIN)/python -m benchmarks.launches --json docs/benchmarks/launches.json
 	$(BIN)/python -m benchmarks.tables docs/benchmarks.md
+
+bench-influence: $(STAMP)
+	$(BIN)/python -m benchmarks.influence --json $(RESULTS)/influence.json
+	$(BIN)/python -m benchmarks.influence --cost --json $(RESULTS)/influence-cost.json
 
 bench-expanded: $(STAMP)
 	$(BIN)/python -m benchmarks.expanded

@@ -78,8 +78,11 @@ def squares_from_stacks(factor: Factor, left: Tensor | None, right: Tensor | Non
     for _, stack in factor.stacks(space):
         matrices = real_rows(stack).reshape(len(stack), n, m)
         matrices = matrices if right is None else matrices @ right.to(dtype)
-        matrices = matrices if left is None else left.to(dtype).t() @ matrices
-        total += matrices.square().sum(0)
+        if left is None:
+            total += matrices.square().sum(0)
+            continue
+        columns = matrices.transpose(0, 1).reshape(n, len(stack) * total.shape[1])  # one product reads ``left`` once
+        total += (left.to(dtype).t() @ columns).square_().reshape(len(total), len(stack), total.shape[1]).sum(1)
     return total
 
 

@@ -93,7 +93,8 @@ class Curvature(ABC):
         """The result. ``damping`` is added to every eigenvalue; None stands for `DAMPING` times their mean."""
 
 
-DAMPING = 0.1  # of the mean eigenvalue, where no damping is given
+DAMPING = 0.1  # of the mean eigenvalue of a block, where no damping is given
+WHOLE_DAMPING = 1.0  # the same for a curvature of all parameters at once, most of whose eigenvalues are next to zero
 
 _KINDS: dict[str, type[Fitted]] = {}
 

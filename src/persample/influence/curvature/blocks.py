@@ -12,6 +12,8 @@ from ...factors import Factor, Workspace
 from ...factors.stacks import real_rows
 from .base import DAMPING, check_finite
 
+MAX_VECTOR = 256  # elements of a vector that is turned: the basis of a bias costs as much as that of its weight
+
 
 @dataclass(frozen=True)
 class Spectrum:
@@ -76,7 +78,7 @@ class Block(ABC):
 
 
 class Kronecker(Block):
-    """Eigenbases of Σ G Gᵀ and Σ GᵀG; sides longer than ``max_side`` keep the basis they have.
+    """Eigenbases of Σ G Gᵀ and Σ GᵀG; sides longer than ``max_side`` (vectors: `MAX_VECTOR`) keep the one they have.
 
     Eigenvalues are the mean squares of gradients in these bases, found in a second pass (``corrected``), or products
     of both sides' eigenvalues over their sum, as in K-FAC.
@@ -84,7 +86,8 @@ class Kronecker(Block):
 
     def __init__(self, l: int, r: int, max_side: int, corrected: bool) -> None:  # noqa: E741 (as in the formulas)
         self.shape, self.corrected = (l, r), corrected
-        self.turned = 1 < l <= max_side, 1 < r <= max_side
+        longest = [min(max_side, MAX_VECTOR) if other == 1 else max_side for other in (r, l)]
+        self.turned = 1 < l <= longest[0], 1 < r <= longest[1]
         self.bases: tuple[Tensor | None, Tensor | None] = None, None
         self.values: Tensor | None = None
         self.passes = 2 if corrected and any(self.turned) else 1

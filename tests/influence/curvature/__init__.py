@@ -1,0 +1,1 @@
+"""Curvatures, against the matrices that they stand for."""
