@@ -26,6 +26,7 @@ LAYERS = [
     "testing",
     "audit",
     "dp",
+    "influence",
     "demo",
     "cli",
 ]  # each may import itself and those before it
