@@ -27,12 +27,12 @@ class InRun:
 
     ``run.backward(losses, ids)`` takes the place of ``losses.mean().backward()``. Beside the gradient, it notes for
     every example of the step ``lr / B * <g_i, P v>``, where ``v`` is the gradient of the mean validation loss: to first
-    order, how much lower the validation loss is because of this example. Positive values are of helpful examples, and the
-    values of a step add up to the decrease that the step promises.
+    order, how much lower the validation loss is because of this example. Positive values are of helpful examples, and
+    the values of a step add up to the decrease that the step promises.
 
     ``P`` is what the optimizer does to a gradient. SGD: the identity, times ``(1 - dampening) / (1 - momentum)``, which
     momentum makes of a gradient in the end. Adam, AdamW: ``1 / (sqrt(v_hat) + eps)``, by the second moments before
-    the step (in the first step: of its own gradient). Others, or no optimizer: the identity, and ``lr`` has to be given.
+    the step (in the first step: of its own gradient). Others: the identity. Without an optimizer, ``lr`` is given.
 
     >>> import torch
     >>> from persample import influence as pi

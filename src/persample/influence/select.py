@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -92,17 +92,23 @@ def _from_index(
             raise ValueError("an index needs targets: a batch, or a list of batches")
         batches = targets if isinstance(targets, list) else [targets]
         found = torch.stack([scores(batch, normalise=normalise).mean(0) for batch in batches])
-        return _best(found.amax(0), fraction, count)
+        return _by_id(index, _best(found.amax(0), fraction, count))
     blocks: Callable[[], Iterable[Tensor]] | None = getattr(index, "sketches", None)
     if blocks is None:
         raise TypeError(f"method={method!r} needs a tensor or an index with sketches(), not a {type(index).__name__}")
     if method == "mislabelled":
-        return _best(torch.cat([_self_influence(block) for block in blocks()]), fraction, count)
+        found = torch.cat([_self_influence(block) for block in blocks()])
+        return _by_id(index, _best(found, fraction, count))
     if targets is not None and not isinstance(targets, Tensor):
         raise TypeError("method='diverse' from an index needs targets as sketches (Q, D), or none for the whole data")
-    return select(
-        torch.cat(list(blocks())), targets, fraction=fraction, count=count, method=method, normalise=normalise
-    )
+    rows = torch.cat(list(blocks()))
+    return _by_id(index, select(rows, targets, fraction=fraction, count=count, method=method, normalise=normalise))
+
+
+def _by_id(index: Any, chosen: Selection) -> Selection:
+    """By the examples' own ids, if the index has them, in place of their places."""
+    ids: Callable[[], Tensor] | None = getattr(index, "ids", None)
+    return chosen if ids is None else replace(chosen, ids=ids()[chosen.ids])
 
 
 def _by_task(sketches: Tensor, tasks: Tensor, normalise: bool) -> Tensor:

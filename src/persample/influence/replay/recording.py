@@ -20,7 +20,7 @@ FORMAT = 1
 
 
 class Recording:
-    """Notes of a run, in a folder: examples, random states and learning rates of all steps, and checkpoints between them.
+    """Notes of a run, in a folder: examples, random states and learning rates of all steps, and checkpoints.
 
     ``losses = recording.losses(batch, ids)`` takes the place of ``losses_fn(model, batch)``; then comes
     ``losses.mean().backward()`` and ``optimizer.step()``, as ever. What is in between (clipping of gradients, a second
@@ -73,7 +73,7 @@ class Recording:
         self._notes: list[dict[str, Any]] = []
         self._hook = optimizer.register_step_pre_hook(self._before_step)
         self._hook_after = optimizer.register_step_post_hook(self._after_step)
-        self._closed = False
+        self._closed = self._begun = False
 
     def losses(self, batch: Any, ids: Tensor) -> Tensor:
         """One loss per example of a batch, whose ``ids`` are the examples' places in the data."""
@@ -81,7 +81,7 @@ class Recording:
             raise RuntimeError("this recording is closed")
         if self._waiting is not None:
             raise RuntimeError("losses twice before optimizer.step(): a recorded step has one batch")
-        if not self.steps:
+        if not self._begun:
             self._begin()
         buffers = {name: b.clone() for name, b in self.model.named_buffers()} if not self._notes else {}
         before = random_state()
@@ -110,7 +110,7 @@ class Recording:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         set_random_state(state["random"])
-        self.steps = int(state["step"])
+        self.steps, self._begun = int(state["step"]), True
         for path in self.folder.glob("steps-*.pt"):  # of what came after it
             if int(path.stem.split("-")[1]) >= self.steps:
                 path.unlink()
@@ -137,6 +137,7 @@ class Recording:
         if any(self.folder.glob("state-*.pt")):
             raise FileExistsError(f"{self.folder} holds a run: call resume() to continue it, or choose another folder")
         self._save_state()
+        self._begun = True
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._waiting is None:
