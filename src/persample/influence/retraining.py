@@ -93,7 +93,8 @@ def _losses(result: Any, queries: int) -> list[float]:
         )
     if not losses.isfinite().all():
         raise ValueError("retrain returned losses that are NaN or infinite: training diverged")
-    return losses.tolist()  # type: ignore[no-any-return]
+    found: list[float] = losses.tolist()
+    return found
 
 
 class _Kept:
