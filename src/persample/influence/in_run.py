@@ -162,6 +162,7 @@ class InRun:
     def _direction(self, params: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         """What a gradient's inner product is taken with; None where moments are missing."""
         if self.optimizer is None:
+            assert self.lr is not None
             return {name: g * self.lr for name, g in self._gradient.items()}
         return self._scaled(params, None)
 
@@ -260,4 +261,5 @@ def _second_moment(state: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor
     if "exp_avg_sq" not in state:
         return None
     moment: Tensor = state["exp_avg_sq"]
-    return moment / (1 - group["betas"][1] ** float(state["step"]))
+    correction: float = 1 - group["betas"][1] ** float(state["step"])
+    return moment / correction
