@@ -3,10 +3,14 @@
 from .checking import Check, Error
 from .curvature import KFAC, Adam, Covariance, Curvature, Fitted, Identity, Shampoo
 from .exact import Solution, dual, exact, fit, solve
+from .in_run import InRun
 from .index import Index
+from .lds import Counterfactual, DataModelScore, counterfactual, lds
 from .products import Fisher, GaussNewton, Hessian
+from .replay import Recording, ReplayError, replay
 from .sampling import categorical, gaussian
 from .search import Hits
+from .select import Selection, select
 from .sketches import Blocks, Masked, Sketch, Sketched, Sparse
 from .store import DamagedError, MismatchError, StorageError
 
@@ -15,9 +19,11 @@ __all__ = [
     "Adam",
     "Blocks",
     "Check",
+    "Counterfactual",
     "Covariance",
     "Curvature",
     "DamagedError",
+    "DataModelScore",
     "Error",
     "Fisher",
     "Fitted",
@@ -25,9 +31,13 @@ __all__ = [
     "Hessian",
     "Hits",
     "Identity",
+    "InRun",
     "Index",
     "Masked",
     "MismatchError",
+    "Recording",
+    "ReplayError",
+    "Selection",
     "Shampoo",
     "Sketch",
     "Sketched",
@@ -35,9 +45,13 @@ __all__ = [
     "Sparse",
     "StorageError",
     "categorical",
+    "counterfactual",
     "dual",
     "exact",
     "fit",
     "gaussian",
+    "lds",
+    "replay",
+    "select",
     "solve",
 ]
