@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from persample import influence as pi
+from tests.influence.programs import batches_of, losses_fn, model_of, token_losses_fn
 
 
 def test_top_by_scores() -> None:
@@ -101,3 +104,32 @@ def test_bad_input_is_refused() -> None:
         pi.select(rows, count=1, method="best")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="NaN"):
         pi.select(torch.full((2, 2), torch.nan), count=1)
+
+
+def test_an_index_on_disk(tmp_path: Path) -> None:
+    """The real one: as with a tensor of all its gradients, by the ids that the examples have."""
+    data, target = batches_of(), batches_of(2, 4, 9)[0]
+    index = pi.Index(tmp_path / "i", model_of(), losses_fn, sketch=pi.Blocks(None, None))
+    index.build(data, ids_fn=lambda batch: 100 + (1000 * batch[0][:, 0]).round().long(), progress=False)
+    rows = torch.cat(list(index.sketches(max_memory=3000)))
+    assert len(rows) == len(index) == 32
+    for method in ("diverse", "mislabelled"):
+        whole = pi.select(rows, count=5, method=method)  # type: ignore[arg-type]
+        assert pi.select(index, count=5, method=method).ids.tolist() == index.ids()[whole.ids].tolist()  # type: ignore[arg-type]
+    best = index.scores(target, normalise=True).mean(0).argmax()
+    assert pi.select(index, target, count=1).ids.tolist() == [int(index.ids()[best])]
+
+
+def test_an_index_of_tokens(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7))
+    data = [torch.randint(7, (n, 4)) for n in (3, 3, 1)]
+    tokens = pi.Index(tmp_path / "t", model, token_losses_fn, sketch=pi.Blocks(None, None))
+    whole = pi.Index(tmp_path / "s", model, lambda m, b: token_losses_fn(m, b).sum(1), sketch=pi.Blocks(None, None))
+    for chunk in (1, 10**6):
+        for index in (tokens, whole):
+            shutil.rmtree(index.folder.path, ignore_errors=True)
+            index.build(data, chunk_bytes=chunk, progress=False)
+        want = torch.cat(list(whole.sketches()))
+        for memory in (1, 1000, 10**6):
+            torch.testing.assert_close(torch.cat(list(tokens.sketches(max_memory=memory))), want)

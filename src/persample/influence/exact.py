@@ -276,4 +276,5 @@ def dual(
         raise ValueError("all gradients are zero, so that no damping can be chosen: pass one")
     system = kernel + count * damping * torch.eye(count, dtype=kernel.dtype, device=kernel.device)
     explained = between(asked, drawn) @ torch.linalg.solve(system, between(drawn, given))
-    return (between(asked, given) - explained) / damping
+    scores: Tensor = (between(asked, given) - explained) / damping
+    return scores

@@ -22,7 +22,7 @@ def export(folder: Folder, format: str, path: Path, max_memory: int) -> None:
     FORMATS[format](folder, path, max_memory)
 
 
-def _pieces(folder: Folder, max_memory: int) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+def pieces(folder: Folder, max_memory: int) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
     """Rows (N, C·D) with ids, tokens, losses and norms, a few at a time."""
     start, count = 0, len(folder.plan.checkpoints)
     for number, samples in enumerate(folder.samples):
@@ -38,6 +38,25 @@ def _pieces(folder: Folder, max_memory: int) -> Iterator[tuple[Tensor, dict[str,
             yield torch.cat([rows for _, rows in several], 1), {name: t[some] for name, t in facts.items()}
 
 
+def by_sample(folder: Folder, max_memory: int) -> Iterator[Tensor]:
+    """Rows (N, C·D), a few at a time; those of one sample's tokens are added up."""
+    begun: Tensor | None = None  # the sum of a sample whose last token has not been seen
+    for rows, told in pieces(folder, max_memory):
+        if "tokens" not in told:
+            yield rows
+            continue
+        sample = (told["tokens"] == 0).cumsum(0)  # 0 for what belongs to the sample before
+        sums = rows.new_zeros(int(sample.max()) + 1, rows.shape[1]).index_add_(0, sample, rows)
+        if begun is None:
+            sums = sums[1:]
+        else:
+            sums[0] += begun
+        begun = sums[-1]
+        yield sums[:-1]
+    if begun is not None:
+        yield begun.unsqueeze(0)
+
+
 def _to_npy(folder: Folder, path: Path, max_memory: int) -> None:
     """`path`: float32 (N, C·D); beside it, `.ids.npy` and, if there are any, `.tokens.npy`."""
     numpy = import_module("numpy")
@@ -46,7 +65,7 @@ def _to_npy(folder: Folder, path: Path, max_memory: int) -> None:
     out = numpy.lib.format.open_memmap(path, mode="w+", dtype="float32", shape=(rows, width))
     facts: dict[str, list[Tensor]] = {}
     start = 0
-    for piece, told in _pieces(folder, max_memory):
+    for piece, told in pieces(folder, max_memory):
         out[start : start + len(piece)] = piece.numpy()
         start += len(piece)
         for name in ("ids", "tokens"):
@@ -67,7 +86,7 @@ def _to_parquet(folder: Folder, path: Path, max_memory: int) -> None:
     parquet = _package("pyarrow.parquet", "pyarrow", "parquet")
     writer: Any = None
     try:
-        for piece, told in _pieces(folder, max_memory):
+        for piece, told in pieces(folder, max_memory):
             columns = {name: arrow.array(t.numpy()) for name, t in told.items()}
             flat = arrow.array(piece.reshape(-1).numpy())
             columns["row"] = arrow.FixedSizeListArray.from_arrays(flat, piece.shape[1])
@@ -83,7 +102,7 @@ def _to_faiss(folder: Folder, path: Path, max_memory: int) -> None:
     """An `IndexFlatIP` with the ids of samples; of tokens, with the numbers of rows."""
     faiss = _package("faiss", "faiss-cpu", "faiss")
     index, start = None, 0
-    for piece, told in _pieces(folder, max_memory):
+    for piece, told in pieces(folder, max_memory):
         index = index or faiss.IndexIDMap(faiss.IndexFlatIP(piece.shape[1]))
         ids = torch.arange(start, start + len(piece)) if "tokens" in told else told["ids"]
         index.add_with_ids(piece.contiguous().numpy(), ids.numpy())

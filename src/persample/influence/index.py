@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from os import PathLike
 from pathlib import Path
@@ -15,7 +15,7 @@ from . import loaders, search
 from .build import CHUNK_BYTES, Builder, IdsFn
 from .checking import Check, Error, check, errors_of_dtypes
 from .curvature.base import Curvature, Fitted, load
-from .export import export
+from .export import by_sample, export
 from .progress import progress as shown
 from .search import Hits, Order, Search
 from .sketches import Blocks, Sketch
@@ -244,6 +244,13 @@ class Index:
         nothing = torch.zeros(0, sum(self.folder.plan.encoding.widths))
         question = Search(self.folder, [nothing], None, False, True, _MEMORY)
         return search.every(question.parts()).ids
+
+    def sketches(self, *, max_memory: int = _MEMORY) -> Iterator[Tensor]:
+        """The stored gradients of all examples, (n, C·D) of them at a time, in the order of `ids`.
+
+        All C checkpoints are beside each other, and the tokens of one example are added up.
+        """
+        return by_sample(self.folder, max_memory)
 
     def vectors(self, batch: Any) -> Tensor:
         """(Q, C·D): what exported rows are multiplied by; all C checkpoints beside each other."""

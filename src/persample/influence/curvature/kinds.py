@@ -40,7 +40,7 @@ class FittedBlocks(Fitted):
         return FittedBlocks(self.spectra, dict.fromkeys(self.spectra, damping))
 
     def tensors(self) -> dict[str, Tensor]:
-        found = {}
+        found: dict[str, Tensor] = {}
         for name, spectrum in self.spectra.items():
             sides = {"values": spectrum.values, "left": spectrum.left, "right": spectrum.right}
             found |= {f"{word}:{name}": t for word, t in sides.items() if t is not None}
