@@ -28,6 +28,7 @@ help:
 	@echo "make bench-docs                   these three, and the figures in docs/ made from them"
 	@echo "make bench-launches               launches and waits of a step, as an accelerator would see them (1 minute)"
 	@echo "make bench-sensitivity            how far one sample moves a private sum, over its bound (4 minutes)"
+	@echo "make bench-influence              how well influence predicts retraining, and what fitting costs (5 minutes)"
 	@echo "make bench-several                several losses per sample (1 minute)"
 	@echo "make bench-monitor                what ps.Monitor adds to a training loop (5 minutes)"
 	@echo "make docs      the site of docs/, into build/site"
