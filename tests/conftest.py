@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +26,31 @@ def float64() -> Iterator[None]:
     torch.manual_seed(0)
     with default_dtype(torch.float64):
         yield
+
+
+# Tests that hold one statement against a whole library of cases: a quick run takes one case in so many, chosen by name.
+QUICK_SHARES = {
+    "tests/expanded/test_agreement.py::test_both_ways_in_agree": 3,
+    "tests/expanded/test_interactions.py::test_functions_of": 3,
+    "tests/factors/test_algebra.py": 2,
+    "tests/factors/test_interleaved.py": 2,
+    "tests/graph/matrix/test_devices.py": 2,
+    "tests/graph/test_device_recurrences.py": 3,
+    "tests/reductions/test_several_cases.py": 2,
+    "tests/second/test_cases.py::test_derivatives_are_those_of_a_loop": 3,
+    "tests/test_computed_weights.py": 3,
+    "tests/test_fused.py::test_numbers_of_all_sizes": 2,
+}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what is left out of a quick run as slow."""
+    for item in items:
+        name = item.nodeid
+        share = next((n for part, n in QUICK_SHARES.items() if name.startswith(part)), 1)
+        if "[" in name and zlib.crc32(name.encode()) % share:
+            item.add_marker(pytest.mark.slow)
 
 
 DEVICE_TESTS = Path(__file__).parent / "device"

@@ -282,7 +282,7 @@ print(peak() - before)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and sets up glibc")
 @pytest.mark.parametrize("asked", ["norms", "clipped_sum"])
-@pytest.mark.parametrize("weight", ["tanh", "softmax"])
+@pytest.mark.parametrize("weight", [pytest.param("tanh", marks=pytest.mark.slow), "softmax"])
 def test_memory_is_kept(weight: str, asked: str) -> None:
     """All gradients would take 512 MB."""
     more = megabytes(MEMORY_OF, weight, asked) - megabytes(MEMORY_OF, weight, "plain")

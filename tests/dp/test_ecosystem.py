@@ -65,7 +65,9 @@ def without_dropout(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if "transformer" in name else []) for name in SCRIPTS]
+)
 def test_the_script_trains_within_its_budget(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert script(name).main(["--quick"]) == 0
     said = capsys.readouterr().out

@@ -252,7 +252,9 @@ def deviations(forward: Callable[[], Tensor], params: object, kind: str, dim: in
     return torch.stack(found).mean(0), torch.stack(found).square().mean(0).sqrt()
 
 
-@pytest.mark.parametrize(("kind", "dim"), [*((kind, 16) for kind in KINDS), ("kronecker", 36)])
+@pytest.mark.parametrize(
+    ("kind", "dim"), [*((kind, 16) for kind in KINDS), pytest.param("kronecker", 36, marks=pytest.mark.slow)]
+)
 def test_inner_products_are_kept_within_the_stated_error(kind: str, dim: int) -> None:
     model, x = mlp(6, 8, 5), torch.randn(4, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     seeds = 300
@@ -264,7 +266,7 @@ def test_inner_products_are_kept_within_the_stated_error(kind: str, dim: int) ->
         assert float(deviation.diagonal().min()) >= error * 0.8
 
 
-@pytest.mark.parametrize("dim", [16, 36])
+@pytest.mark.parametrize("dim", [16, pytest.param(36, marks=pytest.mark.slow)])
 def test_rank_one_gradients_attain_the_kronecker_error(dim: int) -> None:
     torch.manual_seed(4)
     w, x, g = (torch.randn(*s, dtype=torch.float64) for s in ((40, 40), (3, 40), (3, 40)))

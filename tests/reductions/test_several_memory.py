@@ -35,7 +35,9 @@ print(above(1024))
 ACTIVATIONS, SUMS = 12, 1.6  # MiB: of 16 positions, 6 x 1024 x 256 numbers in twelve layers; and all parameters
 
 
-@pytest.mark.parametrize(("verb", "most"), [("norms", 1), ("norms", 60), ("clipped_sum", 60)])
+@pytest.mark.parametrize(
+    ("verb", "most"), [("norms", 1), pytest.param("norms", 60, marks=pytest.mark.slow), ("clipped_sum", 60)]
+)
 def test_portions_keep_the_bound(verb: str, most: int) -> None:
     """All positions at once would take 150 MiB and more; a bound of 1 MiB leaves one position, streamed."""
     command = [sys.executable, "-c", CODE, verb, str(most * 2**20)]

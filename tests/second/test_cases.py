@@ -40,7 +40,8 @@ def first_of_each(cases: Sequence[Case]) -> list[Case]:
 
 
 TRIED = [case for case in CASES if case.name not in WRONG_IN_PYTORCH | OVERFLOWING | COMPILED]
-FEW = first_of_each(TRIED)
+LONG = {"long_scan_with_weights", "long_cumulative_loop", "deep_chain_of_small_layers", "deep_chain_on_the_weight"}
+FEW = [case for case in first_of_each(TRIED) if case.name not in LONG]  # which are among the many
 MANY = [(case, B, data) for case in TRIED for B in case.batches if B for data in (False, True)]
 
 
