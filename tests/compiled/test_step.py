@@ -128,6 +128,21 @@ def test_reductions_at_several_batch_sizes(reduction: Callable[[nn.Module], ps.R
     assert len(step.run.builds) == 2
 
 
+def test_stacks_that_are_small_for_some_batch_sizes_alone() -> None:
+    """What is copied together, or kept, is chosen for the batch size of the first call."""
+    model = nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1))
+    losses = lambda x: model(x).square().mean((1, 2, 3))  # noqa: E731
+    step = ps.compile(losses, model, ps.ClippedSum(1e-3), backend="eager", verbose=False)
+    for B in (19, 22, 45):  # 147 kB for each sample: below and above 4 MB
+        x = torch.randn(B, 64, 16, 16)
+        (got,) = step(x)
+        want = ps.clipped_sum(losses(x), model, max_norm=1e-3)
+        for name, total in want.items():
+            torch.testing.assert_close(got[name], total, rtol=1e-4, atol=1e-7)
+    assert step.refused is None
+    assert [" all batch sizes" in made for made in step.builds] == [False, True]
+
+
 def test_tensors_of_reductions_may_change() -> None:
     weights = torch.ones(5)
     step = Step(ps.WeightedSum(weights))

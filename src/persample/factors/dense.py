@@ -10,6 +10,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
+from ..kernels.certificates import usual_size
 from ..kernels.devices import can_look, launches_cost
 from ..kernels.differentiable import detached_by_default
 from ..kernels.library import copied_at_once
@@ -113,12 +114,12 @@ class SmallStacks:
 
 def is_small_stack(factor: Factor) -> TypeGuard[Dense]:
     """Are these gradients written out, and copied sooner than asked one by one?"""
-    return type(factor) is Dense and factor.value.nbytes <= _SMALL
+    return type(factor) is Dense and usual_size(factor.value.nbytes, factor.batch) <= _SMALL
 
 
 def is_worth_writing_out(factor: Factor) -> bool:
     """Is a stack so small, on a device where launches are what costs, that others like it make it free?"""
-    small = launches_cost(factor.device) and factor.stack_bytes <= _SMALL
+    small = launches_cost(factor.device) and usual_size(factor.stack_bytes, factor.batch) <= _SMALL
     return small and factor.batch > 0 and type(factor) is not Dense
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.certificates import usual_size
 from .base import Factor
 from .combine import Sum, View
 from .convolution import Convolution
@@ -72,7 +73,7 @@ def _form_of_sum(factor: Sum) -> Form | None:
 
 def kind_of(form: Form) -> Hashable:
     """Equal for small factors that can be one with more samples; None for those that cannot be in any."""
-    if any(t.numel() > _LARGEST for t in form.tensors):
+    if any(usual_size(t.numel(), len(t)) > _LARGEST for t in form.tensors):
         return None
     return form.kind, tuple((tuple(t.shape), t.dtype, t.device) for t in form.tensors)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["Certificate", "certify", "choosing_for", "is_traced", "traced", "usual_samples"]
+__all__ = ["Certificate", "certify", "choosing_for", "is_traced", "traced", "usual_samples", "usual_size"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,3 +68,8 @@ def usual_samples(batch: int) -> int:
     """The number of samples that choices go by, in a call of ``batch`` samples."""
     usual = _usual.get()
     return batch if usual is None else usual
+
+
+def usual_size(size: int, batch: int) -> int:
+    """How large something that grows with the samples usually is, if it has this size for ``batch`` of them."""
+    return size * usual_samples(batch) // max(batch, 1)

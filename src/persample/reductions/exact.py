@@ -18,6 +18,7 @@ from ..factors import Dense, DenseCopy, Factor, Masked, Part, regroup, split
 from ..factors.base import Selection
 from ..factors.integer_sums import IntegerSum
 from ..factors.limits import WHOLE, Limits, Unit
+from ..kernels.certificates import usual_size
 from ..kernels.devices import can_look, full_precision
 from ..kernels.norms import wide
 from ..kernels.pages import recycled
@@ -172,7 +173,8 @@ class ExactClippedSum(ClippedSum):
         if factor.integer_sum_needs_stack and not isinstance(factor, (Dense, Masked)):
             size = factor.batch * factor.numel * wide(factor.dtype).itemsize
             additional = 0 if size <= factor.nbytes else size
-            if self._kept_bytes + additional <= max(space.limit, _MIN_KEPT):
+            kept, limit = (usual_size(n, factor.batch) for n in (self._kept_bytes + additional, space.limit))
+            if kept <= max(limit, _MIN_KEPT):
                 self._kept_bytes += additional
                 out = recycled((factor.batch, *factor.shape), wide(factor.dtype), factor.device)
                 factor = DenseCopy.of(factor, out, space)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...factors import Factor, Part
-from ...kernels.certificates import is_traced, usual_samples
+from ...kernels.certificates import is_traced, usual_size
 from ..layout import Block
 from ..read.notes import unnoted
 from ..read.saved import has, in_checkpoint, metadata, read, tensor
@@ -141,7 +141,7 @@ def _kind(plan: CapturePlan, use: Bundle) -> Hashable:
     if not whole_rows or not reads.keys() >= set(use.outputs) or in_checkpoint(node):
         return None
     assert isinstance(layout, Block)
-    if size * usual_samples(layout.batch) > _LARGEST * layout.batch:
+    if usual_size(size, layout.batch) > _LARGEST:
         return None
     ways = []
     for k in use.outputs:
