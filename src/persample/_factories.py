@@ -112,10 +112,14 @@ def seeded(seed: int) -> Iterator[None]:
 
 def in_words(error: BaseException) -> str:
     """Type, message and the innermost line of the user's own code."""
+    text, at = str(error).strip(), users_line(error)
+    return f"{type(error).__name__}{': ' + text if text else ''}{'' if at is None else f' ({at})'}"
+
+
+def users_line(error: BaseException) -> str | None:
+    """The innermost line of the user's own code that an error has come through."""
     lines = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_OTHERS)]
-    at = f" ({Path(lines[-1].filename).name}, line {lines[-1].lineno})" if lines else ""
-    text = str(error).strip()
-    return f"{type(error).__name__}{': ' + text if text else ''}{at}"
+    return f"{Path(lines[-1].filename).name}, line {lines[-1].lineno}" if lines else None
 
 
 def _split(spec: str) -> tuple[str, str]:

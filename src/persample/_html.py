@@ -11,11 +11,21 @@ from html import escape
 from torch import Tensor
 
 STYLE = """
-:root { color-scheme: light dark; --good: #1a7f37; --bad: #cf222e; --unsure: #9a6700; --line: #8884; --quiet: #57606a; }
-@media screen and (prefers-color-scheme: dark) {
-  :root { --good: #3fb950; --bad: #ff7b72; --unsure: #d29922; --quiet: #a3adb8; }
+:root {
+  color-scheme: light dark; --ground: #ffffff; --raised: #f4f5f7; --ink: #1b1f24; --quiet: #57606a; --line: #d4d8dd;
+  --good: #1a7f37; --bad: #cf222e; --unsure: #9a6700;
 }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+@media screen and (prefers-color-scheme: dark) {
+  :root {
+    --ground: #14171a; --raised: #1f2428; --ink: #e6e9ec; --quiet: #a3adb8; --line: #3a4149;
+    --good: #3fb950; --bad: #ff7b72; --unsure: #d29922;
+  }
+}
+* { box-sizing: border-box; }
+body {
+  font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 0 auto; padding: 2rem 1rem;
+  background: var(--ground); color: var(--ink); overflow-wrap: break-word;
+}
 h1 { font-size: 1.5rem; overflow-wrap: anywhere; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 .verdict { font-weight: 600; font-size: 1.1rem; } .good { color: var(--good); } .bad { color: var(--bad); }
 .unsure { color: var(--unsure); } .quiet { color: var(--quiet); }
@@ -23,7 +33,7 @@ h1 { font-size: 1.5rem; overflow-wrap: anywhere; } h2 { font-size: 1.1rem; margi
 th, td { text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
 .number { text-align: right; font-variant-numeric: tabular-nums; } td.number { white-space: nowrap; }
 code { font-family: ui-monospace, monospace; font-size: .9em; overflow-wrap: anywhere; }
-@media print { :root { color-scheme: light; } .wide { overflow: visible; } }
+@media print { :root { color-scheme: light; } body { max-width: none; padding: 0; } .wide { overflow: visible; } }
 """
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
