@@ -43,7 +43,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_show_locals=False,
     help="Exact per-sample gradients for any PyTorch program: does it work on your model, and at what price?",
-)app.add_typer(index, name="index")
+)
+app.add_typer(index, name="index")
 app.command(name="lds", help=LDS, epilog=LDS_EPILOG)(lds)
 
 

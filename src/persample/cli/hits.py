@@ -59,10 +59,11 @@ def _table(hits: Mapping[str, Hits], i: int, study: Study) -> Table:
     made = table("", "id", "score", *more, "", right=["id", "score", "token"])
     for which, found in hits.items():
         for row in _rows(found, i):
-            cells = [Text(which, _STYLES[which]), str(row["id"]), signed(row["score"])]
+            cells = [str(row["id"]), signed(row["score"])]
             cells += [str(row["token"])] if "token" in row else []
             cells += [_largest(row["by_parameter"])] if "by_parameter" in row else []
-            made.add_row(*cells, escape(to_line(study.show(row["id"]))) if study.show is not None else "")
+            said = escape(to_line(study.show(row["id"]))) if study.show is not None else ""
+            made.add_row(Text(which, _STYLES[which]), *cells, said)
     return made
 
 

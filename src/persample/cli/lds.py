@@ -15,10 +15,9 @@ from .._factories import FactoryError
 from ..influence.lds import lds as measure
 from ..influence.study import Retraining, Study, load
 from .facts import facts
-from .index import BlocksText, CurvatureName, Damping, Labels, blocks_of, fitted
-from .options import Device, Json, Quiet, Seed, Spec
-from .output import STDOUT, check_writable, fail, write_json
-from .refusals import EXIT_CODES, WRONG_USE, refusals
+from .options import BlocksText, CurvatureName, Damping, Device, Json, Labels, Quiet, Seed, Spec, blocks_of
+from .output import STDOUT, WRONG_USE, check_writable, fail, write_json
+from .refusals import EXIT_CODES, refusals
 
 HELP = f"""Train again on random subsets: do scores predict the losses of the queries (linear datamodelling score)?
 
@@ -104,6 +103,7 @@ def _scores(
 ) -> tuple[Tensor, Tensor]:
     """Of an index that is made for it: scores (Q, N) and ids (N,)."""
     made = study.new_index(folder, sketch=None if blocks is None else blocks_of(blocks))
-    made.build(study.loader, study.checkpoints, ids_fn=study.ids_fn, progress=False if quiet else None)
-    fitted(study, made, *settings, quiet=quiet)
+    shown = False if quiet else None
+    made.build(study.loader, study.checkpoints, ids_fn=study.ids_fn, progress=shown)
+    study.fit(made, *settings, progress=shown)
     return study.scores(made), made.ids()

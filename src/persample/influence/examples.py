@@ -1,4 +1,4 @@
-"""Small studies to try `persample index` and `persample lds` with: each is a SPEC, as persample.influence.examples:digits."""
+"""Studies to try `persample index` and `persample lds` with: each is a SPEC, as persample.influence.examples:digits."""
 
 from __future__ import annotations
 

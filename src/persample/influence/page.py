@@ -45,16 +45,17 @@ def hits_page(
     Returns:
         The page as text. Hits per parameter have bars of the largest shares, hits per token have their tokens marked.
     """
-    kinds = [(hits, *words) for hits, *words in ((helpful, *_HELPFUL), (harmful, *_HARMFUL)) if hits is not None]
-    if not kinds:
+    named = {("Most helpful", "good"): helpful, ("Most harmful", "bad"): harmful}
+    given = {words: hits for words, hits in named.items() if hits is not None}
+    if not given:
         raise ValueError("there are no hits: pass helpful=, harmful= or both")
-    counts = {len(hits.ids) for hits, *_ in kinds}
+    counts = {len(hits.ids) for hits in given.values()}
     if len(counts) > 1:
         raise ValueError(f"helpful and harmful must be of the same queries, not of {sorted(counts)}")
     queries = counts.pop()
     body = [f"<h1>{escape(title)}</h1>", f'<p class="quiet">{_INTRODUCTION}</p>', _contents(queries)]
     for i in range(queries):
-        lists = [_list(hits, i, heading, kind, show) for hits, heading, kind in kinds]
+        lists = [_list(hits, i, *words, show) for words, hits in given.items()]
         asked = to_html(show_query(i), f"query {i}") if show_query is not None else ""
         body += [f'<section class="query" id="query-{i}"><h2>Query {i}</h2>', f'<div class="asked">{asked}</div>']
         body += [f'<div class="lists">{"".join(lists)}</div></section>']
@@ -64,8 +65,6 @@ def hits_page(
     return document(title, body, (files(__package__) / "page.css").read_text(encoding="utf-8"))
 
 
-_HELPFUL = ("Most helpful", "good")
-_HARMFUL = ("Most harmful", "bad")
 _INTRODUCTION = (
     "A positive score says that training on the example lowers the loss of the query, a negative one that it raises it."
 )

@@ -24,7 +24,7 @@ from .index import Index, Per
 from .retraining import Retrain
 from .search import Hits, Order
 from .select import Method, Selection, select
-from .sketches import Sketch
+from .sketches import Blocks, Sketch
 from .store.files import SCRATCH
 
 RETURNS = "a mapping (or an object) with the names model, losses_fn and loader"
@@ -54,7 +54,7 @@ class Study:
     losses_fn: Callable[[nn.Module, Any], Tensor]
     loader: Any
     queries: Any = None
-    sketch: Sketch | None = None
+    sketch: Sketch = Blocks(16, 16)  # noqa: RUF009 (frozen)
     checkpoints: Sequence[Any] | None = None
     ids_fn: Callable[[Any], Any] | None = None
     sample_losses_fn: Callable[..., Tensor] | None = None
@@ -65,7 +65,7 @@ class Study:
 
     def __post_init__(self) -> None:
         _check(self.model, "model", nn.Module, "an nn.Module")
-        _check(self.sketch, "sketch", Sketch, "one such as pi.Blocks(16, 16)", optional=True)
+        _check(self.sketch, "sketch", Sketch, "one such as pi.Blocks(16, 16)")
         _check(self.optimizer, "optimizer", torch.optim.Optimizer, "a torch.optim.Optimizer", optional=True)
         for name in ("losses_fn", "ids_fn", "sample_losses_fn", "show", "show_query", "retrain"):
             if not callable(getattr(self, name)) and (getattr(self, name) is not None or name == "losses_fn"):
@@ -99,8 +99,8 @@ class Study:
             others = [p.name for p in place.iterdir() if p.name != "chunks" and not p.name.endswith(SCRATCH)]
             if others:
                 raise FactoryError(f"{folder} holds no index but {others[0]!r}: choose an empty folder, or a new one")
-        own = {"sketch": sketch or self.sketch} if sketch or self.sketch else {}
-        return Index(folder, self.model, self.losses_fn, dtype=dtype, params=params, **own)
+        chosen = sketch or self.sketch
+        return Index(folder, self.model, self.losses_fn, sketch=chosen, dtype=dtype, params=params)
 
     def open_index(self, folder: str | PathLike[str]) -> Index:
         """One that has been built."""
@@ -117,6 +117,22 @@ class Study:
         if self.optimizer is None:
             raise FactoryError("--curvature adam needs the optimizer: let the factory return it as 'optimizer'")
         return Adam(self.optimizer, self.model)
+
+    def fit(
+        self, index: Index, curvature: str, labels: str, damping: float | None, *, progress: bool | None = None
+    ) -> Index:
+        """`Index.fit`, with a curvature by its name."""
+        if labels == "sampled" and curvature in CURVATURES and self.sample_losses_fn is None:
+            raise FactoryError(
+                "--labels sampled needs sample_losses_fn: let the factory return one, as pi.categorical makes it"
+            )
+        return index.fit(
+            self.curvature(curvature, labels),
+            self.loader,
+            damping=damping,
+            sample_losses_fn=self.sample_losses_fn,
+            progress=progress,
+        )
 
     # Questions.
 
