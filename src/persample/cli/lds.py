@@ -88,11 +88,11 @@ def lds(
         )
         if plot is not None:
             found.plot(plot)
-        if json is not None:
-            told = {"spec": spec, "score": found.score, "interval": found.interval, "subsets": subsets, "drop": drop}
-            told |= {"seeds": seeds, "queries": len(scores), "examples": scores.shape[1]}
-            each = [None if value != value else value for value in found.per_query.tolist()]
-            write_json({**told, "per_query": each, "environment": facts()}, json)
+    if json is not None:
+        told = {"spec": spec, "score": found.score, "interval": found.interval, "subsets": subsets, "drop": drop}
+        told |= {"seeds": seeds, "queries": len(scores), "examples": scores.shape[1]}
+        each = [None if value != value else value for value in found.per_query.tolist()]
+        write_json({**told, "per_query": each, "environment": facts()}, json)
     if json != STDOUT:
         size = f"{len(scores)} queries, {subsets} subsets without {drop:.0%} of {scores.shape[1]:,} examples"
         Console().print(f"{found}: {size}", highlight=False, soft_wrap=True)

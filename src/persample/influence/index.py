@@ -67,6 +67,9 @@ class Index:
         """The index that a folder holds, with the sketch, the dtype and the parameters that it was built with."""
         plan = Folder(Path(folder)).plan
         sketch, params = sketch_of(plan.sketch), list(plan.blocks)
+        missing = [name for name in params if name not in dict(model.named_parameters())]
+        if missing:
+            raise MismatchError(f"{folder} was built with parameters that the model does not have: {missing[:8]}")
         return cls(folder, model, losses_fn, sketch=sketch, dtype=plan.dtype, params=params)  # type: ignore[arg-type]
 
     def build(
