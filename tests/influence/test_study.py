@@ -1,4 +1,4 @@
-"""What a factory may return for `persample index`, and what is said of everything else; the examples that come with it."""
+"""What a factory may return for `persample index`, what is said of everything else, and the examples that there are."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ WRONG = {
     "parts['model']": r"gave a Sequential: it must give",
     "{'model': parts['model']}": r"gave no losses_fn and no loader: it must give",
     "SimpleNamespace(model=1)": r"gave no losses_fn and no loader",
-    "parts | {'query': 1}": r"with the name 'query': did you mean 'queries'\?",
+    "parts | {'querys': 1}": r"with the name 'querys': did you mean 'queries'\?",
     "parts | {'zzz': 1}": r"with the name 'zzz': known are model, losses_fn, loader, queries",
     "parts | {'model': 1}": r"mine.py\(\): model must be an nn.Module, not a int",
     "parts | {'losses_fn': None}": r"losses_fn must be a function, not None",

@@ -137,4 +137,4 @@ def _tensor(thing: Any) -> Tensor:
     if isinstance(thing, Tensor):
         return thing
     numpy = import_module("numpy")
-    return torch.from_numpy(numpy.ascontiguousarray(thing))
+    return torch.from_numpy(numpy.array(thing, order="C"))  # a copy: PIL's own must not be written to
