@@ -16,6 +16,7 @@ import numpy
 import pytest
 import torch
 
+import persample
 from persample import influence as pi
 from persample.cli.refusals import EXIT_CODES
 from persample.influence.store import files
@@ -384,8 +385,8 @@ def test_the_page_lists_the_exit_codes() -> None:
 @pytest.mark.slow
 def test_processes_build_together(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(FILE)
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "-m"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(persample.__file__).parents[1])}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     command += ["persample", "index", "build", "mine.py:good", "-f", "idx", "--json"]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["examples"] == 20

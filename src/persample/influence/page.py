@@ -80,17 +80,17 @@ def _list(hits: Hits, i: int, heading: str, kind: str, show: Show | None) -> str
     if hits.tokens is not None:
         cards = _cards_of_tokens(hits, i, kind, show)
     else:
-        cards = [_card(hits, i, place, kind, show) for place in range(hits.ids.shape[1])]
+        cards = [_card(hits, i, place, show) for place in range(hits.ids.shape[1])]
     wide = " tables" if hits.by_parameter is not None else ""
     return f'<div class="hits{wide}"><h3 class="{kind}">{heading}</h3><ol>{"".join(cards)}</ol></div>'
 
 
-def _card(hits: Hits, i: int, place: int, kind: str, show: Show | None) -> str:
+def _card(hits: Hits, i: int, place: int, show: Show | None) -> str:
     ident, score = int(hits.ids[i, place]), float(hits.scores[i, place])
     largest = float(hits.scores[i].abs().max())
     shown = to_html(show(ident), f"example {ident}") if show is not None else ""
     shares = "" if hits.by_parameter is None else _shares({n: float(t[i, place]) for n, t in hits.by_parameter.items()})
-    return f"<li>{_head(ident, score)}{_bar(score, largest, kind)}{shown}{shares}</li>"
+    return f"<li>{_head(ident, score)}{_bar(score, largest)}{shown}{shares}</li>"
 
 
 def _cards_of_tokens(hits: Hits, i: int, kind: str, show: Show | None) -> list[str]:
@@ -107,7 +107,7 @@ def _cards_of_tokens(hits: Hits, i: int, kind: str, show: Show | None) -> list[s
         first = next(iter(tokens.values()))
         said = ", ".join(f"{token} ({signed(score)})" for token, score in tokens.items())
         tail = f'<p class="quiet">token{"s" if len(tokens) > 1 else ""} {said}</p>'
-        cards.append(f"<li>{_head(ident, first)}{_bar(first, largest, kind)}{shown}{tail}</li>")
+        cards.append(f"<li>{_head(ident, first)}{_bar(first, largest)}{shown}{tail}</li>")
     return cards
 
 
@@ -124,8 +124,9 @@ def signed(score: float) -> str:
     return f"{score:+,.0f}" if 100 <= abs(score) < 1e7 else f"{score:+.3g}"
 
 
-def _bar(value: float, largest: float, kind: str) -> str:
-    width = 100 * abs(value) / largest if largest > 0 else 0.0
+def _bar(value: float, largest: float) -> str:
+    width = 100 * min(1.0, abs(value) / largest) if largest > 0 else 0.0
+    kind = "good" if value >= 0 else "bad"
     return f'<span class="bar {kind}" aria-hidden="true"><span style="width:{width:.1f}%"></span></span>'
 
 
@@ -142,7 +143,7 @@ def _shares(shares: Mapping[str, float]) -> str:
 
 
 def _share(name: str, value: float, largest: float) -> Sequence[str]:
-    return name + _bar(min(abs(value), largest), largest, "good" if value >= 0 else "bad"), f"{signed(value)}"
+    return name + _bar(value, largest), signed(value)
 
 
 def _told(value: Any) -> str:
