@@ -5,8 +5,9 @@ from __future__ import annotations
 import base64
 import struct
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from typing import Any
 
 from torch import Tensor
 
@@ -59,6 +60,13 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequenc
 
     head = f"<thead>{line('th', header)}</thead>" if any(header) else ""
     return f'<div class="wide"><table>{head}<tbody>{"".join(line("td", row) for row in rows)}</tbody></table></div>'
+
+
+def in_line(value: Any) -> str:
+    """A fact, a list of facts or a mapping of them, as text that is not yet HTML."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {one}" for key, one in value.items() if one is not None)
+    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 def png(pixels: Tensor) -> bytes:

@@ -278,7 +278,7 @@ WRONG = [
     (["build", "mine.py:scalar", "-f", "new"], 2, "losses_fn must return losses of shape (B,)"),
     (["build", "mine.py:empty", "-f", "new"], 2, "the loader has no batches"),
     (["build", "mine.py:good", "-f", "/proc/nothing"], 4, "could not be written"),
-    (["fit", "mine.py:good", "-f", "new"], 2, "new holds no index: call index.build(loader) first"),
+    (["fit", "mine.py:good", "-f", "new"], 2, "new holds no index: persample index build makes one"),
     (["fit", "mine.py:unsampled", "-f", "idx", "--labels", "sampled"], 2, "--labels sampled needs sample_losses_fn"),
     (["fit", "mine.py:unasked", "-f", "idx", "--curvature", "adam"], 2, "--curvature adam needs the optimizer"),
     (["fit", "mine.py:good", "-f", "idx", "--curvature", "newton"], 2, "--curvature"),

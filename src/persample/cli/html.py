@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from .._html import document, table
+from .._html import document, in_line, table
 from ..audit import Report
 from ..audit.estimate import ESTIMATED, estimated
 from ..audit.words import mark, megabytes, milliseconds, number
@@ -35,7 +35,7 @@ def page(report: Report, environment: Mapping[str, Any]) -> str:
         body.append(f"<p>{escape(report.sizes)}.</p>")
     if report.notes:
         body += ["<h2>Notes</h2>", "<ul>", *[f"<li>{escape(note)}</li>" for note in report.notes], "</ul>"]
-    about = [(key, _shown(value)) for key, value in environment.items()]
+    about = [(key, in_line(value)) for key, value in environment.items()]
     body += ["<h2>Environment</h2>", table(("", ""), [(escape(k), escape(v)) for k, v in about])]
     return document(f"persample audit: {report.name}", body)
 
@@ -67,9 +67,3 @@ def _costs(report: Report) -> Iterable[Sequence[str]]:
     for c in report.costs:
         quartiles = f"{c.low:.2f} - {c.high:.2f}" if c.rounds > 1 else ""
         yield c.name, milliseconds(c.ms), f"{c.ratio:.2f}", quartiles, megabytes(c.bytes_above)
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} {one}" for key, one in value.items() if one is not None)
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

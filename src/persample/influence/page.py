@@ -7,7 +7,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from .._html import document, table
+from .._html import document, in_line, table
 from .search import Hits
 from .showing import LEVELS, to_html
 
@@ -60,7 +60,7 @@ def hits_page(
         body += [f'<section class="query" id="query-{i}"><h2>Query {i}</h2>', f'<div class="asked">{asked}</div>']
         body += [f'<div class="lists">{"".join(lists)}</div></section>']
     if about:
-        rows = [(escape(str(key)), escape(_told(value))) for key, value in about.items()]
+        rows = [(escape(str(key)), escape(in_line(value))) for key, value in about.items()]
         body += ["<h2>How it was made</h2>", table(("", ""), rows)]
     return document(title, body, (files(__package__) / "page.css").read_text(encoding="utf-8"))
 
@@ -144,9 +144,3 @@ def _shares(shares: Mapping[str, float]) -> str:
 
 def _share(name: str, value: float, largest: float) -> Sequence[str]:
     return name + _bar(value, largest), signed(value)
-
-
-def _told(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} {one}" for key, one in value.items() if one is not None)
-    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)

@@ -104,6 +104,8 @@ class Study:
 
     def open_index(self, folder: str | PathLike[str]) -> Index:
         """One that has been built."""
+        if not (Path(folder) / "index.json").exists():
+            raise FactoryError(f"{folder} holds no index: persample index build makes one")
         index = Index.open(folder, self.model, self.losses_fn)
         _ = index.folder.samples  # which says so, if it is not complete
         return index if self.checkpoints is None else index.use(self.checkpoints)
