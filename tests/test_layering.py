@@ -51,6 +51,8 @@ TOP_MODULES = {
     "params",
     "several",
     "verbs",
+    "_factories",
+    "_html",
     "_table",
 }
 

@@ -74,7 +74,7 @@ def test_every_form_gives_the_losses_that_it_describes(name: str) -> None:
     what, how = FORMS[name]
     problem = load(file(HELPERS + what))
     assert problem.how == how
-    module = sys.modules["_audited_mine"]
+    module = sys.modules["_spec_mine"]
     output = module.net(module.x)
     by_targets = how == "loss(model, inputs)" or "targets" in how
     want = module.losses_of(output, module.y) if by_targets else module.each(output)

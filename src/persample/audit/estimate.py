@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from torch.utils.flop_counter import FlopCounterMode
 
 from .._errors import PerformanceWarning
+from .._factories import in_words
 from ..numberless import LiveBytes
 from .costs import STEPS, Step
-from .errors import in_words
 from .problem import Problem
 from .words import size_in_words
 

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._factories import in_words, seeded
 from ..numberless import has_numbers, shapes_alone
 from ..trees import tree_map
-from .errors import AuditError, in_words
+from .errors import AuditError
 
 Loss = Callable[..., Tensor]
 
@@ -101,15 +102,6 @@ class Problem(nn.Module):
                 for name, buffer in self.named_buffers():
                     if name in before:
                         buffer.copy_(before[name])
-
-
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """A context with random numbers from a seed, after which generators are restored."""
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
-        yield
 
 
 def first_losses(problem: Problem) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .._errors import PerformanceWarning
+from .._factories import in_words
 from ..explain import Explanation, explain
 from ..graph.read.compiled import break_graph
 from ..numberless import has_numbers
@@ -19,7 +20,7 @@ from ..params import named
 from ..testing import Report as Comparison
 from ..testing import check
 from .costs import Cost, measure
-from .errors import AuditError, in_words
+from .errors import AuditError
 from .estimate import Estimate, estimate
 from .independence import Seen, by_graph, by_running_again
 from .memory import peaks

@@ -1,4 +1,4 @@
-"""The command ``persample``: audit a model, time it, say what is installed, show the demo."""
+"""The command ``persample``: audit a model, ask which examples made it what it is, time it, show the demo."""
 
 from __future__ import annotations
 

@@ -14,6 +14,11 @@ from ..audit import EXIT_CODES, STAGES, AuditError, audit_spec
 from .bench import bench_all
 from .facts import facts
 from .html import page
+from .index import index
+from .lds import EPILOG as LDS_EPILOG
+from .lds import HELP as LDS
+from .lds import lds
+from .options import BatchSize, Device, Json, Quiet, Seed, Spec
 from .output import STDOUT, check_writable, fail, working, write_json
 from .show import show, verdict
 from .tables import bench_table, facts_table
@@ -39,20 +44,8 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
     help="Exact per-sample gradients for any PyTorch program: does it work on your model, and at what price?",
 )
-
-Json = Annotated[
-    str | None,
-    typer.Option(
-        "--json", metavar="[FILE.json]", help="Write JSON to a file; without a name, to stdout and nothing else."
-    ),
-]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress; only one line of result.")]
-BatchSize = Annotated[
-    int | None,
-    typer.Option("--batch-size", "-b", min=1, metavar="N", help="Given to the factory as its argument batch_size."),
-]
-Device = Annotated[str | None, typer.Option(metavar="DEVICE", help="Where model and batch are moved to, as cuda:0.")]
-Seed = Annotated[int, typer.Option(metavar="N", help="Of all random numbers of torch, the factory's included.")]
+app.add_typer(index, name="index")
+app.command(name="lds", help=LDS, epilog=LDS_EPILOG)(lds)
 
 
 def run(argv: Sequence[str]) -> None:
@@ -86,10 +79,7 @@ def top(
 
 @app.command(help=_AUDIT, epilog="Try it: persample audit persample.audit.models:cnn")
 def audit(
-    spec: Annotated[
-        str,
-        typer.Argument(metavar="SPEC", help="package.module:factory, file.py:factory or file.py.", show_default=False),
-    ],
+    spec: Spec,
     batch_size: BatchSize = None,
     device: Device = None,
     repeats: Annotated[

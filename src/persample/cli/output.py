@@ -18,12 +18,12 @@ STDOUT = "-"
 WRONG_USE = 2
 
 
-def fail(command: str, message: object) -> NoReturn:
-    """Complain and leave with the code of wrong use."""
+def fail(command: str, message: object, code: int = WRONG_USE) -> NoReturn:
+    """Complain in one line and leave, by default with the code of wrong use."""
     Console(stderr=True, soft_wrap=True).print(
-        f"[bold red]persample {command}:[/] {escape(str(message))}", highlight=False
+        f"[bold red]persample {command}:[/] {escape(' '.join(str(message).split()))}", highlight=False
     )
-    raise typer.Exit(WRONG_USE)
+    raise typer.Exit(code)
 
 
 def check_writable(command: str, *paths: str | None) -> None:
@@ -36,6 +36,13 @@ def check_writable(command: str, *paths: str | None) -> None:
             fail(command, f"{path} is a directory: name a file in it")
         if not place.parent.is_dir():
             fail(command, f"{path} cannot be written: there is no directory {place.parent}")
+        existed = place.exists()
+        try:
+            place.open("ab").close()
+        except OSError as error:
+            fail(command, f"{path} cannot be written: {error.strerror}")
+        if not existed:
+            place.unlink()
 
 
 def write_json(data: Any, path: str) -> None:

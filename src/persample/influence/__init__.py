@@ -6,6 +6,7 @@ from .exact import Solution, dual, exact, fit, solve
 from .in_run import InRun
 from .index import Index
 from .lds import Counterfactual, DataModelScore, counterfactual, lds
+from .page import hits_page
 from .products import Fisher, GaussNewton, Hessian
 from .replay import Recording, ReplayError, replay
 from .sampling import categorical, gaussian
@@ -50,6 +51,7 @@ __all__ = [
     "exact",
     "fit",
     "gaussian",
+    "hits_page",
     "lds",
     "replay",
     "select",

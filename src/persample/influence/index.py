@@ -17,8 +17,9 @@ from .checking import Check, Error, check, errors_of_dtypes
 from .curvature.base import Curvature, Fitted, load
 from .export import by_sample, export
 from .progress import progress as shown
+from .sampling import SampleLossesFn, drawn_for
 from .search import Hits, Order, Search
-from .sketches import Blocks, Sketch
+from .sketches import Blocks, Sketch, sketch_of
 from .store import DamagedError, Dtype, Encoding, Folder, MismatchError
 from .store.files import safetensors, write_tensors
 from .store.fingerprints import of_batch
@@ -61,6 +62,16 @@ class Index:
         self._checkpoints: Sequence[Checkpoint] | None = None
         self._fitted: list[Fitted] | None = None
 
+    @classmethod
+    def open(cls, folder: str | PathLike[str], model: nn.Module, losses_fn: LossesFn) -> Index:
+        """The index that a folder holds, with the sketch, the dtype and the parameters that it was built with."""
+        plan = Folder(Path(folder)).plan
+        sketch, params = sketch_of(plan.sketch), list(plan.blocks)
+        missing = [name for name in params if name not in dict(model.named_parameters())]
+        if missing:
+            raise MismatchError(f"{folder} was built with parameters that the model does not have: {missing[:8]}")
+        return cls(folder, model, losses_fn, sketch=sketch, dtype=plan.dtype, params=params)  # type: ignore[arg-type]
+
     def build(
         self,
         loader: Any,
@@ -102,13 +113,14 @@ class Index:
         loader: Any = None,
         *,
         damping: float | None = None,
-        sample_losses_fn: LossesFn | None = None,
+        sample_losses_fn: LossesFn | SampleLossesFn | None = None,
         progress: bool | None = None,
     ) -> Index:
         """Put the inverse of a curvature between the gradients; None takes it away again.
 
         The stored gradients are gone through, or, if the curvature asks for sampled labels, the ``loader``: then
-        ``sample_losses_fn(model, batch)`` returns the losses with labels drawn from the model.
+        ``sample_losses_fn(model, batch)``, or one of three arguments as `categorical` makes it, returns the losses with
+        labels drawn from the model.
         """
         team = Team()
         if curvature is None:
@@ -158,7 +170,7 @@ class Index:
         mine: Callable[[int], bool] = lambda number: number % team.size == team.rank  # noqa: E731
         with shown("fit", loaders.length(loader), show, first=team.rank == 0) as bar:
             for number, batch in loaders.batches(loader, mine):
-                rows = self.subject.rows(batch, seed=number + 1, losses_fn=fn)
+                rows = self.subject.rows(batch, seed=number + 1, losses_fn=drawn_for(fn, number))
                 curvature.add(rows.blocks)
                 bar.advance(len(rows.losses))
 

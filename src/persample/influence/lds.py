@@ -33,8 +33,12 @@ class DataModelScore:
         return f"LDS {self.score:.3f} ({low:.3f} to {high:.3f})"
 
     def plot(self, path: str | Path) -> None:
-        """Predicted against actual changes, all queries in one picture (needs matplotlib: ``persample[bench]``)."""
-        _scatter(self.predicted - self.predicted.mean(0), self.actual - self.actual.mean(0), str(self), Path(path))
+        """Predicted against actual losses, all queries in one picture (needs matplotlib: ``persample[bench]``).
+
+        Each query's are in standard deviations over subsets: scores say which loss is higher, not by how much.
+        """
+        names = (f"{what} loss of a query, in standard deviations" for what in ("predicted", "actual"))
+        _scatter(_standardised(self.predicted), _standardised(self.actual), str(self), Path(path), *names)
 
 
 @dataclass(frozen=True)
@@ -207,7 +211,21 @@ def _checked(scores: Tensor) -> Tensor:
     return scores.detach().cpu().double()
 
 
-def _scatter(predicted: Tensor, actual: Tensor, title: str, path: Path) -> None:
+def _standardised(losses: Tensor) -> Tensor:
+    """(subsets, Q) with mean 0 and deviation 1 for each query; zeros where all are the same."""
+    centred = losses - losses.mean(0)
+    deviation = centred.std(0)
+    return centred / torch.where(deviation > 0, deviation, 1)
+
+
+def _scatter(
+    predicted: Tensor,
+    actual: Tensor,
+    title: str,
+    path: Path,
+    x: str = "predicted change of the loss",
+    y: str = "actual change of the loss",
+) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -216,5 +234,5 @@ def _scatter(predicted: Tensor, actual: Tensor, title: str, path: Path) -> None:
     axes = figure.subplots()
     axes.scatter(predicted.flatten(), actual.flatten(), s=6, alpha=0.4)
     axes.axline((0, 0), slope=1, color="grey", linewidth=0.8)
-    axes.set(xlabel="predicted change of the loss", ylabel="actual change of the loss", title=title)
+    axes.set(xlabel=x, ylabel=y, title=title)
     figure.savefig(path, dpi=150)

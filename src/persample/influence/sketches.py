@@ -214,6 +214,15 @@ class Masked(_OfElements):
 SKETCHES: dict[str, type[Sketch]] = {kind.kind: kind for kind in (Blocks, Sparse, Masked)}
 
 
+def sketch_of(settings: Mapping[str, Any]) -> Sketch:
+    """The sketch with these `Sketch.settings`."""
+    rest = dict(settings)
+    kind = rest.pop("kind", None)
+    if kind not in SKETCHES:
+        raise ValueError(f"unknown kind of sketch {kind!r}: this version knows {', '.join(SKETCHES)}")
+    return SKETCHES[kind](**rest)
+
+
 class Sketched(Reduction):
     """{parameter name: (B, l, r)}: the sketch of every sample's gradient, parameter by parameter.
 

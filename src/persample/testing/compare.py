@@ -202,7 +202,7 @@ def _compare(
 ) -> Row:
     """One parameter's row: every sample against its own largest gradient; NaN on one side only is an infinite error."""
     dtypes = {want.dtype, *coarse}
-    allowed = max(map(_tolerance, dtypes)) if rtol is None else rtol
+    allowed = max(map(tolerance_of, dtypes)) if rtol is None else rtol
     floor = 10 * max(torch.finfo(dtype).eps for dtype in dtypes) * largest if atol is None else atol
     wide = torch.complex128 if want.is_complex() else torch.float64
     a, b = (_where_float64_is(t).to(wide).reshape(len(want), -1 if want.numel() else 0) for t in (got, want))
@@ -220,6 +220,6 @@ def _where_float64_is(t: Tensor) -> Tensor:
     return t if has_float64(t.device) else t.cpu()
 
 
-def _tolerance(dtype: torch.dtype) -> float:
+def tolerance_of(dtype: torch.dtype) -> float:
     """A few hundred units in the last place, as sums are added in another order; half precisions have few places."""
     return {torch.bfloat16: 0.1, torch.float16: 0.02}.get(dtype, 500 * torch.finfo(dtype).eps)
