@@ -20,7 +20,8 @@ def prefix_sums(n: int, momentum: float = 0.0) -> Tensor:
     if not momentum:
         return torch.ones(n, dtype=torch.float64, device="cpu")
     steps = torch.arange(1, n + 1, dtype=torch.float64, device="cpu")
-    return (1 - torch.exp(steps * math.log(momentum))) / (1 - momentum)
+    found: Tensor = steps.mul(math.log(momentum)).expm1() / (momentum - 1)
+    return found
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
