@@ -317,7 +317,7 @@ class Plan:
             return ""
         by = f"{self.bands} bands" if self.mechanism == "banded" else f"{self.buffers} buffers"
         own, other = self.expected_error, self.dp_sgd().expected_error
-        compared = f", {own / other:.4g} times that of DP-SGD" if other else ""
+        compared = f", {own / other:.4g} times DP-SGD's" if other else ""
         return f", correlated by {by}\nexpected error of sums {own:.4g} sensitivities{compared}"
 
 

@@ -113,8 +113,6 @@ def test_bands_are_chosen_by_error(noise_for: object, best: int) -> None:
 
 def test_rounding_that_matters_is_refused() -> None:
     slow = Buffered(10**6, 0.0, (0.5,), (0.999999,))
-    with pytest.raises(
-        ValueError, match=r"rounding errors of correlated noise would add .*use less noise, fewer steps"
-    ):
+    with pytest.raises(ValueError, match=r"rounding errors of correlated noise would add .*use less noise"):
         slow.factor(1e4, 10**9)
     assert 1 < slow.factor(1.0, 1000) / slow.norm < 1.001

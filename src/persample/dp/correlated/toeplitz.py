@@ -6,8 +6,6 @@ power series, cut off after n terms. All tensors are float64 on the CPU.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -20,14 +18,14 @@ def prefix_sums(n: int, momentum: float = 0.0) -> Tensor:
     if not momentum:
         return torch.ones(n, dtype=torch.float64, device="cpu")
     steps = torch.arange(1, n + 1, dtype=torch.float64, device="cpu")
-    found: Tensor = steps.mul(math.log(momentum)).expm1() / (momentum - 1)
-    return found
+    return (1 - torch.pow(momentum, steps)) / (1 - momentum)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """The first column of the product of two matrices of one size."""
     n = len(a)
-    return torch.fft.irfft(torch.fft.rfft(a, n=2 * n) * torch.fft.rfft(b, n=2 * n), n=2 * n)[:n]
+    found: Tensor = torch.fft.irfft(torch.fft.rfft(a, n=2 * n) * torch.fft.rfft(b, n=2 * n), n=2 * n)
+    return found[:n]
 
 
 def inverse(c: Tensor) -> Tensor:
