@@ -116,3 +116,11 @@ def test_rounding_that_matters_is_refused() -> None:
     with pytest.raises(ValueError, match=r"rounding errors of correlated noise would add .*use less noise"):
         slow.factor(1e4, 10**9)
     assert 1 < slow.factor(1.0, 1000) / slow.norm < 1.001
+
+
+def test_rounding_adds_next_to_nothing() -> None:
+    """As docs/correlated-noise.md says."""
+    for encoder in (banded(16, 1000, 0.0), buffered(3, 1000, 0.0, 100)):
+        assert encoder.factor(1.0, 10**6) / encoder.norm - 1 < 1e-6
+    long = Buffered(10**5, 0.0, (0.3, 0.1, 0.02), (0.7, 0.97, 0.9999))
+    assert long.factor(1.0, 10**9) / long.norm - 1 < 1e-3
