@@ -52,6 +52,10 @@ MECHANISMS: dict[str, dict[str, Any]] = {
 }
 
 
+def _bands(plan: dp.Plan) -> str:
+    return f" ({plan.bands} band{'s' * (plan.bands != 1)})" if plan.bands else ""
+
+
 def errors(setting: Setting) -> list[str]:
     """A row of the table: DP-SGD's error, and those of all others as multiples of it, the least in bold."""
     base = setting.plan().expected_error
@@ -61,12 +65,12 @@ def errors(setting: Setting) -> list[str]:
     for name, plan in plans.items():
         text = f"{ratios[name]:.2f}"
         text = f"**{text}**" if ratios[name] == min(*ratios.values(), 1.0) else text
-        cells.append(text + (f" ({plan.bands} bands)" if plan.bands else ""))
+        cells.append(text + _bands(plan))
     task = f"{setting.batch_size} of {setting.examples}, {setting.epochs:g} epoch{'s' * (setting.epochs != 1)}"
     return [task, f"{setting.epsilon:g}", f"{base:.3g}", *cells]
 
 
-RATES = (0.25, 0.5, 1.0, 2.0, 4.0)
+RATES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 TRIALS: dict[str, dict[str, Any]] = {
     "DP-SGD": {},
     "banded": {"mechanism": "banded"},
@@ -95,7 +99,7 @@ def trials(epsilon: float, seeds: int) -> list[list[str]]:
         found = {rate: [accuracy(plan, rate, seed) for seed in range(seeds)] for rate in RATES}
         best = max(found, key=lambda rate: mean(found[rate]))
         spread = stdev(found[best]) if seeds > 1 else 0.0
-        label = name + (f" ({plan.bands} bands)" if plan.bands else "")
+        label = name + _bands(plan)
         error = f"{plan.expected_error:.3g}"
         rows.append([f"{epsilon:g}", label, error, f"{best:g}", f"{mean(found[best]):.1%} ± {spread:.1%}"])
         print(".", end="", file=sys.stderr, flush=True)

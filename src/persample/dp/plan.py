@@ -315,7 +315,8 @@ class Plan:
         """How noise is correlated, and what is gained by it, in words."""
         if self.mechanism == "gaussian":
             return ""
-        by = f"{self.bands} bands" if self.mechanism == "banded" else f"{self.buffers} buffers"
+        name, count = ("band", self.bands) if self.mechanism == "banded" else ("buffer", self.buffers)
+        by = f"{count} {name}{'s' * (count != 1)}"
         own, other = self.expected_error, self.dp_sgd().expected_error
         compared = f", {own / other:.4g} times DP-SGD's" if other else ""
         return f", correlated by {by}\nexpected error of sums {own:.4g} sensitivities{compared}"
