@@ -42,7 +42,7 @@ class KeptNoise:
         """Forget the noise of before: what it has left in the weights stays there."""
         if self._stream is None:
             return
-        self._stream.forget()
+        self._stream.forget(self._ledger.steps)
         if self._ledger.steps and self._ledger.left and self._team.rank == 0:
             warnings.warn(
                 f"noise is correlated anew from step {self._ledger.steps + 1} on, as the noise before it is not known "

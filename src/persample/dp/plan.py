@@ -223,7 +223,7 @@ class Plan:
             return best_bands(self.length, most_bands(self), self.momentum, lambda bands: 1.0)
 
         def spent(bands: int, noise: float) -> float:  # by the faster accountant: for a choice, it is good enough
-            return epsilon(math.ceil(self.length / bands), self.rate * bands, noise, self.delta, "rdp")
+            return epsilon(math.ceil(self.length / bands), min(1.0, self.rate * bands), noise, self.delta, "rdp")
 
         budget = spent(1, self.noise) if self.epsilon is None else self.budget
         return best_bands(

@@ -241,6 +241,40 @@ def test_after_a_failed_release_noise_is_correlated_anew() -> None:
     np.testing.assert_allclose(found, expected(trained, z), atol=1e-3, rtol=0)
 
 
+def fail_before_noise(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(module, "add_noise", lambda *_: 1 / 0)
+
+
+def fail_amid_noise(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("persample.dp.correlated.memory.Memory.advance", lambda _: 1 / 0)
+
+
+@pytest.mark.parametrize("fail", [fail_before_noise, fail_amid_noise])
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_that_lags_behind_a_failed_step_is_not_saved(
+    kind: str, fail: Callable[[pytest.MonkeyPatch], None], tmp_path: Path
+) -> None:
+    """The step is accounted for: noise that does not know of it would be correlated with the wrong steps."""
+    trained = run(kind)
+    released(trained, 2)
+    trained.save(tmp_path / "run")
+    with pytest.MonkeyPatch.context() as patch:
+        fail(patch)
+        with pytest.raises(ZeroDivisionError):
+            released(trained, 1)
+    assert trained.steps == 3
+    trained.save(tmp_path / "run")
+    assert not (tmp_path / "run.noise").exists()
+    with pytest.warns(dp.PrivacyWarning, match="anew from step 4 on"):
+        trained.resume(tmp_path / "run")
+    released(trained, 2)
+    trained.save(tmp_path / "run")
+    resumed = run(kind)
+    resumed.resume(tmp_path / "run")  # with what is remembered since then
+    assert resumed._mechanism.stream is not None
+    assert resumed._mechanism.stream.memory.steps == 2
+
+
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_a_forked_process_has_no_use_of_the_noise() -> None:
     trained = run("banded")

@@ -13,7 +13,7 @@ import torch
 from persample.dp.correlated.encoders import Banded, Buffered, Encoder, banded, buffered
 from persample.dp.correlated.memory import Memory
 from persample.dp.correlated.stream import Stream, When
-from persample.dp.noise import BLOCK, Scale, add_noise
+from persample.dp.noise import BLOCK, Noise, Scale, _add_elsewhere, add_noise
 from persample.dp.sources import Seeded
 from tests.dp.correlated import dense
 from tests.dp.correlated.dense import Matrix
@@ -78,6 +78,28 @@ def test_the_covariance_of_what_is_released(encoder: Encoder) -> None:
     want = np.linalg.inv(c.T @ c)
     deviation = np.sqrt((np.outer(want.diagonal(), want.diagonal()) + want**2) / size)
     assert np.abs((found - want) / deviation).max() < 7
+
+
+@pytest.mark.parametrize("encoder", ENCODERS[1::3], ids=name_of)
+def test_threads_and_accelerators_get_the_same_noise(encoder: Encoder) -> None:
+    """Noise for accelerators is drawn many blocks at a time, and copied to them."""
+    size, before, found = 9 * BLOCK, torch.get_num_threads(), []
+    try:
+        for threads, elsewhere in ((1, False), (2, False), (2, True)):
+            torch.set_num_threads(threads)
+            scale, memory = scale_of(encoder, size), encoder.memory(size)
+            sums = torch.zeros(3, size, dtype=torch.float64)
+            for step, row in enumerate(sums):
+                if elsewhere:
+                    _add_elsewhere([row], Noise(scale, Seeded(0), step, 0, memory))
+                    memory.advance()
+                else:
+                    add_noise([row], scale, Seeded(0), step, 0, memory)
+            found.append(sums)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
 
 
 @pytest.mark.parametrize("encoder", ENCODERS, ids=name_of)
@@ -195,7 +217,11 @@ def test_a_memory_goes_on_from_its_file(encoder: Encoder, tmp_path: Path) -> Non
         one.memory.keep(0, np.ones(5))
         one.memory.advance()
     assert np.array_equal(stream.memory.due(0, 5), again.memory.due(0, 5))
-    stream.save(path, when, finished=True)
+    stream.save(path, When("a" * 16, 5), finished=False)
+    assert path.exists()
+    stream.save(path, When("a" * 16, 6), finished=False)  # a step more than is remembered
+    assert not path.exists()
+    stream.save(path, When("a" * 16, 5), finished=True)
     assert not path.exists()
 
 

@@ -14,8 +14,8 @@ _WORTH = 0.02  # of the error is not worth twice the memory
 def best_bands(steps: int, most: int, momentum: float, noise_for: Callable[[int], float | None]) -> int:
     """The fewest bands, of powers of two, whose expected error is within 2% of the least.
 
-    ``noise_for`` says which noise multiplier keeps the promise with so many bands, if any does. It rises with bands, the
-    faster the more there are, so that errors fall first and then rise.
+    ``noise_for`` says which noise multiplier keeps the promise with so many bands, if any does. It rises with bands,
+    the faster the more there are, so that errors fall first and then rise.
     """
     errors: dict[int, float] = {}
     bands = 1

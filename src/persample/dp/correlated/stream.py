@@ -38,6 +38,7 @@ class Stream:
     grid: float
     factor: float
     _memory: Memory | None = field(default=None, init=False)
+    _begun: int = field(default=0, init=False)  # steps of the run before the first that is remembered
 
     @property
     def memory(self) -> Memory:
@@ -46,13 +47,17 @@ class Stream:
             self._memory = self.encoder.memory(self.size)
         return self._memory
 
-    def forget(self) -> None:
-        """Begin anew: noise from now on is correlated with none of before."""
-        self._memory = None
+    def forget(self, steps: int) -> None:
+        """Begin anew after so many steps: noise from now on is correlated with none of before."""
+        self._memory, self._begun = None, steps
 
     def save(self, path: Path, when: When, *, finished: bool) -> None:
-        """Write the memory to a file that nobody else may read, or remove it if there is nothing more to come."""
-        if self._memory is None or finished:
+        """Write the memory to a file that nobody else may read, or remove it if there is nothing more to come.
+
+        A step that failed may be accounted for and not remembered, or by some of the numbers alone. Memory that lags
+        behind would bring steps closer together than examples are apart, and is of no use.
+        """
+        if finished or self._memory is None or self._begun + self._memory.steps != when.steps:
             path.unlink(missing_ok=True)
             return
         about = {"version": _VERSION, "remembered": self.memory.steps, **self._description(when)}
@@ -67,7 +72,7 @@ class Stream:
 
     def load(self, path: Path, when: When) -> str | None:
         """Go on with the memory in a file; or say why not, and begin anew."""
-        self.forget()
+        self.forget(when.steps)
         if not path.exists():
             return f"there is no {path}"
         safetensors = import_module("safetensors")
@@ -82,7 +87,7 @@ class Stream:
             memory.restore(kept, remembered)
         except (safetensors.SafetensorError, AttributeError, LookupError, TypeError, ValueError) as error:
             return f"{path} is damaged: {error!r}"
-        self._memory = memory
+        self._memory, self._begun = memory, when.steps - memory.steps
         return None
 
     def _description(self, when: When) -> dict[str, Any]:
