@@ -92,7 +92,7 @@ REFUSED = [
     ({"epochs": 1, "epsilon": 1.0, "batch_size": 2.5}, "batch_size must be a positive integer, not 2.5"),
     ({"steps": True, "epsilon": 1.0}, "steps must be a positive integer, not True"),
     ({"epochs": 1, "epsilon": 1.0, "accountant": "gdp"}, "accountant must be one of pld, rdp, not 'gdp'"),
-    ({"epochs": 1, "epsilon": 1.0, "sampling": "none"}, "sampling must be one of poisson, shuffled, not 'none'"),
+    ({"epochs": 1, "epsilon": 1.0, "sampling": "none"}, "sampling must be one of poisson, shuffled, cyclic, not"),
     ({"noise_multiplier": 0.5, "epsilon": 0.1}, "a single step with noise_multiplier 0.5 already spends"),
     ({"noise_multiplier": 1e4, "epsilon": 1.0}, "lasts for more than 10000000 steps"),
     ({"epochs": 1, "epsilon": 1e-9, "delta": 1e-12}, "no noise keeps epsilon 1e-09"),

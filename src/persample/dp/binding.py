@@ -83,7 +83,9 @@ class Binding:
         Runs that differ in it draw nothing in common, though they have one seed.
         """
         shapes = [list(p.shape) for p in self.params.values()]
-        planned = [plan.examples, plan.batch_size, plan.steps, plan.noise_multiplier, plan.sampling]
+        planned: list[object] = [plan.examples, plan.batch_size, plan.steps, plan.noise_multiplier, plan.sampling]
+        if plan.mechanism != "gaussian":
+            planned += [plan.mechanism, plan.bands, plan.buffers, plan.momentum]
         clip = {name: value for name, value in self._clip.items() if name != "groups"}
         return repr([shapes, planned, clip, [_settings(group) for group in self._optimizer.param_groups]])
 

@@ -164,6 +164,12 @@ class Following(Clipper):
     bound: float
 
     def __init__(self, clip: AdaptiveClip, plan: Plan) -> None:
+        if plan.mechanism != "gaussian":
+            raise ValueError(
+                f"mechanism={plan.mechanism!r} takes away in later steps what noise an earlier one has added, which "
+                f"needs one bound for all of them: use a ps.ClippedSum in place of dp.AdaptiveClip, or "
+                f"mechanism='gaussian'"
+            )
         self._clip, self._plan, self.bound = clip, plan, clip.initial
         self.count_noise = clip.count_noise or max(plan.batch_size / 20, plan.noise)
         if 2 * self.count_noise <= plan.noise:

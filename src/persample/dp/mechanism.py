@@ -9,6 +9,7 @@ from torch import Tensor
 from ..factors.limits import Unit
 from ..reductions.exact import ExactClippedSum
 from .clips import Clipper
+from .correlated.stream import Stream
 from .noise import Scale, add_noise
 from .plan import Plan
 from .sampling import most_samples
@@ -18,13 +19,21 @@ from .team import Team
 
 
 class Mechanism:
-    """The Gaussian mechanism of a run, from clipped sums to the gradients of its parameters."""
+    """The Gaussian mechanism of a run, from clipped sums to the gradients of its parameters.
+
+    ``stream`` is its noise where that is correlated.
+    """
 
     def __init__(self, plan: Plan, clipper: Clipper, team: Team, params: Mapping[str, Tensor]) -> None:
         self._plan, self._clipper, self._team, self._params = plan, clipper, team, params
         self._size = sum(p.numel() * (2 if p.is_complex() else 1) for p in params.values())  # in real numbers
         self._known_units: tuple[float | None, Mapping[str, Unit]] | None = None  # and the bound that they are for
         self.sums = Sums({name: team.own(p) for name, p in params.items()})
+        self.stream: Stream | None = None
+        if plan.mechanism != "gaussian" and plan.noise:
+            own = sum(shape.size for shape in self.sums.shapes)
+            grid = Scale(clipper.sensitivity(), plan.noise, self._size).grid
+            self.stream = Stream(plan.encoder, own, grid, plan.encoder.factor(plan.noise, self._size))
 
     def exactly(self, padding: int = 0) -> ExactClippedSum:
         """This step's clipped sum, for as many samples as a batch may have."""
@@ -57,11 +66,13 @@ class Mechanism:
             sensitivity=self._clipper.sensitivity() * self._plan.contributions,
             noise_multiplier=self._plan.noise,
             size=self._size + counted,
+            factor=1.0 if self.stream is None else self.stream.factor,
         )
 
         def noisy(sums: Sequence[Whole], stream: int = 0) -> Line:
             line = Line.of(sums, scale.grid if self._plan.noise else None)
-            add_noise(line.tensors, scale, source, number, stream)
+            memory = None if self.stream is None else self.stream.memory
+            add_noise(line.tensors, scale, source, number, stream, memory)
             return line
 
         released = self._team.release(sums, noisy)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.devices import has_float64
+from .correlated.memory import Memory
 from .normals import Numbers
 from .sources import Source
 
@@ -40,6 +41,7 @@ class Scale:
     Rounding moves a coordinate of either of two neighbouring sums by half a step of the grid at most, hence their
     difference by ``grid · √size``: this is added to the sensitivity, and the noise grows with it (by less than 0.03%).
     The sums themselves are exact, and what clipping rounds is within the bound (`persample.factors.integer_sums`).
+    Correlated noise begins with independent noise that is larger by a ``factor``.
 
     Not covered: tails (beyond eight standard deviations, normals made from 52-bit uniforms may lie further apart than
     the grid, and they end before 14), and the time that all this takes.
@@ -48,6 +50,7 @@ class Scale:
     sensitivity: float
     noise_multiplier: float
     size: int
+    factor: float = 1.0
 
     @property
     def grid(self) -> float:
@@ -57,31 +60,36 @@ class Scale:
 
     @property
     def std(self) -> float:
-        """The standard deviation of the noise on each coordinate."""
+        """The standard deviation of the independent noise on each coordinate."""
         whole = self.sensitivity + self.grid * math.sqrt(self.size)
-        return self.noise_multiplier * whole
+        return self.noise_multiplier * whole * self.factor
 
 
 _STREAM = 2**40  # blocks between the noise of one process and the next
 
 
-def add_noise(sums: Sequence[Tensor], scale: Scale, source: Source, step: int, stream: int = 0) -> None:
+def add_noise(
+    sums: Sequence[Tensor], scale: Scale, source: Source, step: int, stream: int = 0, memory: Memory | None = None
+) -> None:
     """Round the sums to the grid and add the noise of one step, in place.
 
     Processes that each add noise to a part of the sums use a ``stream`` of their own. Numbers are worked on in float64
-    and blocks that do not depend on how many threads share the work.
+    and blocks that do not depend on how many threads share the work. With a ``memory``, noise is correlated with that
+    of earlier steps.
     """
     if scale.noise_multiplier == 0:
         return
     if any(not t.is_contiguous() for t in sums):
         raise ValueError("noise is added in place, to contiguous tensors")
     flat = [(torch.view_as_real(t) if t.is_complex() else t).detach().view(-1) for t in sums]
-    noise = Noise(scale, source, step, stream * _STREAM)
+    noise = Noise(scale, source, step, stream * _STREAM, memory)
     if any(t.device.type != "cpu" for t in flat):
         _add_elsewhere(flat, noise)
-        return
-    blocks = list(_blocks(flat, BLOCK))
-    _for_each(lambda block: _add_by_numpy(blocks[block], noise, block), range(len(blocks)))
+    else:
+        blocks = list(_blocks(flat, BLOCK))
+        _for_each(lambda block: _add_by_numpy(blocks[block], noise, block), range(len(blocks)))
+    if memory is not None:
+        memory.advance()
 
 
 @dataclass(frozen=True)
@@ -92,12 +100,18 @@ class Noise:
     source: Source
     step: int
     first: int  # the number of the first block
+    memory: Memory | None
 
     def fill(self, out: Numbers, block: int) -> None:
         """Write a block of noise, in steps of the grid."""
         self.source.normals(self.step, self.first + block, out)
         out *= self.scale.std / self.scale.grid
+        start = block * BLOCK
+        if self.memory is not None:
+            out -= self.memory.due(start, start + len(out))
         np.rint(out, out=out)
+        if self.memory is not None:
+            self.memory.keep(start, out)
 
 
 def _for_each(do: Callable[[int], None], blocks: Sequence[int]) -> None:

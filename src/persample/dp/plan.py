@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal, get_args
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
 
 from .accounting import ACCOUNTANTS, Accountant, epsilon
+from .correlated.choose import best_bands
+from .correlated.encoders import Encoder, banded, buffered
+from .correlated.settings import MechanismName, Sampling, check_settings, most_bands
 from .solve import CLOSE, least_noise, most_steps
 
-Sampling = Literal["poisson", "shuffled"]
-
 _MOST_STEPS = 10_000_000
+_BUFFERS = 3
+_IN_ITS_PLACE = "more or less, in its place"
 _ROUNDING = 1e-6  # by how much an epsilon may be larger elsewhere, relatively, for the same noise and steps
 
 
@@ -41,7 +44,14 @@ class Plan:
         accountant: "pld" (privacy loss distributions: tight) or "rdp" (Rényi: a looser bound, fast).
         sampling: "poisson", or "shuffled": batches of equal size, every example once in an epoch. Nothing is gained by
             sampling then: an epoch costs as much as one step on all examples, and as neighbours differ in one example
-            replaced, the sensitivity is twice as large.
+            replaced, the sensitivity is twice as large. Or "cyclic": the same batches of nearly equal size, in the same
+            order in every epoch; every example has a place, and neighbours differ in one that is empty.
+        mechanism: "gaussian": noise that is independent in all steps (DP-SGD); or noise that later steps take away
+            again in part: "banded" or "blt" (docs/correlated-noise.md).
+        bands: of "banded": over how many steps noise is correlated; by default, what gives the least expected error.
+            With Poisson sampling the examples are in so many parts, and each batch comes from the next of them.
+        buffers: of "blt": how many vectors of the parameters' size are kept; 3 by default.
+        momentum: of the optimizer (SGD), for which correlated noise is optimised. It changes no promise.
     """
 
     examples: int
@@ -53,6 +63,10 @@ class Plan:
     noise_multiplier: float | None = None
     accountant: Accountant = "pld"
     sampling: Sampling = "poisson"
+    mechanism: MechanismName = "gaussian"
+    bands: int | None = None
+    buffers: int | None = None
+    momentum: float = 0.0
     solved: str | None = field(default=None, init=False, repr=False, compare=False)  # the name of what was left out
 
     def __post_init__(self) -> None:
@@ -68,11 +82,18 @@ class Plan:
                 f"a plan needs two of length (epochs or steps), epsilon and noise_multiplier, and solves for the "
                 f"third; missing are {' and '.join(missing)}"
             )
+        check_settings(self, solves_steps="steps" in missing)
+        if self.mechanism == "banded" and self.bands is None:
+            self._set("bands", self._best_bands())
+        if self.mechanism == "blt":
+            self._set("buffers", self.buffers or _BUFFERS)
         if not missing:
             self._check_promise()
         for name in missing:
             getattr(self, f"_solve_{name}")()
             self._set("solved", name)
+        if (self.bands or 1) > self.length:
+            raise ValueError(f"bands {self.bands} are more than the {self.length} steps: use fewer")
         self._set("epochs", self.length / self.steps_per_epoch)
 
     def _check_numbers(self) -> None:
@@ -102,8 +123,6 @@ class Plan:
             raise ValueError(f"delta must be a number between 0 and 1, not {self.delta!r}")
         if self.accountant not in ACCOUNTANTS:
             raise ValueError(f"accountant must be one of {', '.join(ACCOUNTANTS)}, not {self.accountant!r}")
-        if self.sampling not in get_args(Sampling):
-            raise ValueError(f"sampling must be one of {', '.join(get_args(Sampling))}, not {self.sampling!r}")
 
     def _warn_of_large_delta(self) -> None:
         """Still a promise, and published results use 1 / examples: said loudly, not refused."""
@@ -116,8 +135,8 @@ class Plan:
 
     @property
     def rate(self) -> float:
-        """The probability with which an example is in a batch."""
-        return self.batch_size / self.examples
+        """The probability with which an example is in a batch; with bands, in one that its part is asked for."""
+        return min(1.0, self.batch_size / self.examples * (self.bands or 1))
 
     @property
     def steps_per_epoch(self) -> float:
@@ -146,7 +165,36 @@ class Plan:
     @property
     def contributions(self) -> int:
         """How far one example can move a sum, as a multiple of what one sample may add: 2 where it is replaced."""
-        return 1 if self.sampling == "poisson" else 2
+        return 2 if self.sampling == "shuffled" else 1
+
+    @property
+    def encoder(self) -> Encoder:
+        """What noise is correlated by; one band is no correlation at all."""
+        if self.mechanism == "blt":
+            assert self.buffers is not None
+            return buffered(self.buffers, self.length, self.momentum, int(self.steps_per_epoch))
+        return banded(self.bands or 1, self.length, self.momentum)
+
+    @property
+    def expected_error(self) -> float:
+        """The noise in the sum of all gradients so far, as a multiple of the clip's sensitivity.
+
+        It is the standard deviation on a coordinate, in root mean square over all steps. With momentum, of the sum that
+        the optimizer makes.
+        """
+        return self.noise * self.contributions * self.encoder.error
+
+    def dp_sgd(self) -> Plan:
+        """The plan with independent noise and Poisson sampling that promises the same, to compare with."""
+        return replace(
+            self,
+            mechanism="gaussian",
+            sampling="poisson",
+            bands=None,
+            buffers=None,
+            epochs=None,
+            noise_multiplier=None if self.budget < math.inf else 0.0,
+        )
 
     def spent(self, steps: int, passes: int | None = None) -> float:
         """The epsilon at the plan's delta after so many steps; with shuffled batches, passes that were begun count."""
@@ -156,9 +204,34 @@ class Plan:
 
     def _epsilon(self, steps: int, noise: float, passes: int | None = None) -> float:
         if self.sampling == "poisson":
-            return epsilon(steps, self.rate, noise, self.delta, self.accountant)
+            return epsilon(math.ceil(steps / (self.bands or 1)), self.rate, noise, self.delta, self.accountant)
+        if self.sampling == "cyclic":
+            often = self._participations(steps)
+            return epsilon(1, 1.0, noise / math.sqrt(often), self.delta, self.accountant) if steps else 0.0
         passes = math.ceil(steps / self.steps_per_epoch) if passes is None else passes
         return epsilon(passes, 1.0, noise, self.delta, self.accountant)
+
+    def _participations(self, steps: int) -> float:
+        """How often an example takes part in so many steps of cyclic batches."""
+        if self.mechanism == "blt":
+            return self.encoder.participations(steps, int(self.steps_per_epoch))
+        return math.ceil(steps / self.steps_per_epoch)
+
+    def _best_bands(self) -> int:
+        """Those with the least expected error, for the epsilon that is given, or that independent noise would have."""
+        if self.sampling == "cyclic" or self.noise_multiplier == 0:
+            return best_bands(self.length, most_bands(self), self.momentum, lambda bands: 1.0)
+
+        def spent(bands: int, noise: float) -> float:  # by the faster accountant: for a choice, it is good enough
+            return epsilon(math.ceil(self.length / bands), min(1.0, self.rate * bands), noise, self.delta, "rdp")
+
+        budget = spent(1, self.noise) if self.epsilon is None else self.budget
+        return best_bands(
+            self.length,
+            most_bands(self),
+            self.momentum,
+            lambda bands: least_noise(lambda noise: spent(bands, noise), budget),
+        )
 
     def _solve_epsilon(self) -> None:
         self._set("epsilon", self._epsilon(self.length, self.noise))
@@ -224,15 +297,29 @@ class Plan:
                 "more or less",
             ),
             "shuffled": (f"of {self.batch_size} of {self.examples} examples, shuffled every epoch", "replaced"),
+            "cyclic": (f"of {self.batch_size} of {self.examples} examples, the same in every epoch", _IN_ITS_PLACE),
         }
         sampled, neighbours = how[self.sampling]
+        if self.sampling == "poisson" and (self.bands or 1) > 1:
+            sampled, neighbours = f"{sampled} from {self.bands} parts in turn", _IN_ITS_PLACE
         promise = "no privacy: without noise, epsilon is infinite"
         if self.budget < math.inf:
             promise = (
                 f"epsilon {self.budget:.4g} at delta {self.delta:g} ({self.accountant.upper()} accountant, neighbours: "
                 f"one example {neighbours})"
             )
-        return f"{self.length} steps ({self.epochs:.4g} epochs) {sampled}\nnoise multiplier {self.noise:.5g}\n{promise}"
+        noise = f"noise multiplier {self.noise:.5g}{self._correlation()}"
+        return f"{self.length} steps ({self.epochs:.4g} epochs) {sampled}\n{noise}\n{promise}"
+
+    def _correlation(self) -> str:
+        """How noise is correlated, and what is gained by it, in words."""
+        if self.mechanism == "gaussian":
+            return ""
+        name, count = ("band", self.bands) if self.mechanism == "banded" else ("buffer", self.buffers)
+        by = f"{count} {name}{'s' * (count != 1)}"
+        own, other = self.expected_error, self.dp_sgd().expected_error
+        compared = f", {own / other:.4g} times DP-SGD's" if other else ""
+        return f", correlated by {by}\nexpected error of sums {own:.4g} sensitivities{compared}"
 
 
 def _is_number(value: object, *types: type) -> bool:

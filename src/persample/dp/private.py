@@ -22,6 +22,7 @@ from .fingerprints import alike
 from .given import Given
 from .gradients import Gradients
 from .guard import Guard
+from .kept_noise import KeptNoise
 from .ledger import Ledger
 from .mechanism import Mechanism
 from .plan import Plan
@@ -114,8 +115,10 @@ class Private:
         self._calls = 0  # of batches()
         self.dropped = 0  # samples that were not finite, in all steps
         self._books = Books(self._ledger, self._clipper, self._team)
+        self._noise = KeptNoise(self._mechanism.stream, self._ledger, self._team)
         if self._books.open(journal):
             self._renew()
+            self._noise.begin_anew("a journal does not have it")
 
     def _compile(self, losses_fn: Callable[..., Tensor], backend: str | Callable[..., Any]) -> CompiledSums:
         if self._team.size > 1 or self._team.lockstep:
@@ -335,6 +338,7 @@ class Private:
         self._books.take_up(checkpoint)
         self.dropped = max(self.dropped, checkpoint.dropped)
         self._renew()
+        self._noise.begin_anew("a state_dict does not have it")
 
     def _renew(self) -> None:
         """Random numbers that no earlier process has seen, and no half of a batch."""
@@ -350,10 +354,12 @@ class Private:
         """Model, optimizer and accounts in one safetensors file, which is replaced as a whole or not at all.
 
         The first save begins a journal beside it, if there is none yet: steps from then on are on disk before they are
-        released, and count when the run is resumed from this file or an earlier one.
+        released, and count when the run is resumed from this file or an earlier one. Where noise is correlated, what it
+        has to remember is written to another file, ``<path>.noise``, which must be kept as secret as the data.
         """
         states = self._team.states(self._model, self._optimizer)
         self._books.save(path, self.state_dict(), states)
+        self._noise.save(path)
 
     def resume(self, path: str | PathLike[str]) -> None:
         """Load what `save` has written into the model, the optimizer and these accounts, and what the journal says."""
@@ -364,3 +370,4 @@ class Private:
         load(path, lambda loaded: self._team.load_states(self._model, self._optimizer, loaded), states)
         self.dropped = max(self.dropped, checkpoint.dropped)
         self._renew()
+        self._noise.resume(path, checkpoint.steps)

@@ -31,9 +31,18 @@ class BatchPart:
 
 
 def poisson(plan: Plan, source: Source, step: int) -> list[int]:
-    """Every example with the plan's probability, on its own."""
-    chosen: list[int] = (source.uniforms(step, plan.examples) < plan.rate).nonzero()[0].tolist()
-    return chosen
+    """Every example with the plan's probability, on its own; with bands, of the part whose turn it is."""
+    parts = plan.bands or 1
+    part = step % parts
+    chosen = (source.uniforms(step, plan.examples)[part::parts] < plan.rate).nonzero()[0]
+    found: list[int] = (chosen * parts + part).tolist()
+    return found
+
+
+def cyclic(plan: Plan, step: int) -> list[int]:
+    """The batch of a step: the same examples in every epoch, and each of them in one batch."""
+    batches = int(plan.steps_per_epoch)
+    return list(range(step % batches, plan.examples, batches))
 
 
 def shuffled(plan: Plan, source: Source, step: int) -> Iterator[list[int]]:
@@ -76,6 +85,10 @@ class Sampler:
         if self._plan.sampling == "poisson":
             for step in range(self._first, end):
                 yield step, poisson(self._plan, self._source, step), False
+            return
+        if self._plan.sampling == "cyclic":
+            for step in range(self._first, end):
+                yield step, cyclic(self._plan, step), False
             return
         step = self._first
         while step < end:
