@@ -22,7 +22,7 @@ help:
 	@echo "make fuzz      random programs against the definition, MINUTES=10 of them, from SEED= on"
 	@echo "make bench     the benchmarks (8 minutes); make bench-expanded: against PyTorch's expanded weights"
 	@echo "make bench-compiled               steps of ps.compile, and models that torch.compile compiled (20 minutes)"
-	@echo "make bench-private                private training steps beside Opacus, part of make bench (2 minutes)"
+	@echo "make bench-private                private training steps beside Opacus, part of make bench (5 minutes)"
 	@echo "make bench-peers, bench-scaling   against Opacus, BackPACK, torch.func; how cost grows (10 minutes each)"
 	@echo "make bench-parts                  what the time of ps.norms is made of (2 minutes)"
 	@echo "make bench-docs                   these three, and the figures in docs/ made from them"
@@ -93,7 +93,8 @@ bench-compiled: $(STAMP)
 	$(BIN)/python -m benchmarks.tables docs/benchmarks.md
 
 bench-private: $(PEERS_STAMP)
-	$(PEERS)/bin/python -m benchmarks.private --json $(RESULTS)/private.json
+	$(PEERS)/bin/python -m benchmarks.private --json docs/benchmarks/private.json
+	$(PEERS)/bin/python -m benchmarks.tables docs/benchmarks.md
 
 bench-scaling: $(PEERS_STAMP)
 	$(PEERS)/bin/python -m benchmarks.scaling --json $(RESULTS)/scaling.json

@@ -41,7 +41,8 @@ from .workloads import WORKLOADS, Task
 
 RATE = 1e-3  # of learning: what is trained matters little, and it must not diverge
 NOISE = 1.0
-DEFAULT = ["mlp", "cnn", "gpt", "lstm"]
+DEFAULT = ["mlp", "cnn", "gpt", "lstm", "mlp-1m", "mlp-10m", "mlp-100m"]
+MOST_BYTES = 8e9  # of gradients that a trainer may write out
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Trainer:
     title: str
     prepare: Callable[[Task, float], Run]
     needs: str = "torch"
+    writes_out: bool = False  # the gradients of all samples
 
 
 def _plain(task: Task, noise: float) -> Run:
@@ -160,7 +162,7 @@ TRAINERS = [
     Trainer("clipped", "ps.clipped_sum, optimizer", _clipped),
     Trainer("private", "dp.Private", partial(_private, None)),
     Trainer("insecure", "dp.Private, secure=False", partial(_private, False)),
-    Trainer("opacus-hooks", "Opacus", _opacus_hooks, needs="opacus"),
+    Trainer("opacus-hooks", "Opacus", _opacus_hooks, needs="opacus", writes_out=True),
     Trainer("opacus-ghost", "Opacus ghost", _opacus_ghost, needs="opacus"),
 ]
 
@@ -171,6 +173,7 @@ COMPILED = [*TRAINERS[:3], Trainer("compiled", "dp.Private, compile=", _compiled
 def measured(workload: str, budget: float, fewest: int, trainers: Sequence[Trainer] = TRAINERS) -> list[dict[str, Any]]:
     """A row per trainer: times, samples per second, and ratios within a round to the plain and the clipped step."""
     task, batch = WORKLOADS[workload].build(), WORKLOADS[workload].batch
+    size = sum(p.numel() for p in task.model.parameters())
     runs, rows = {}, {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -178,6 +181,8 @@ def measured(workload: str, budget: float, fewest: int, trainers: Sequence[Train
             row: dict[str, Any] = {"workload": workload, "trainer": trainer.name}
             if find_spec(trainer.needs) is None:
                 row |= {"status": "missing", "reason": f"{trainer.needs} is not installed"}
+            elif trainer.writes_out and 4 * batch * size > MOST_BYTES:
+                row |= {"status": "too large", "reason": f"gradients of {4 * batch * size / 1e9:.0f} GB"}
             else:
                 runs[trainer.name] = trainer.prepare(task, NOISE)
             rows[trainer.name] = row
@@ -194,7 +199,7 @@ def measured(workload: str, budget: float, fewest: int, trainers: Sequence[Train
             base: spread([a / b for a, b in zip(times, seconds[base], strict=True)]) for base in ("plain", "clipped")
         }
     rows["private"]["noise_ms"] = spread([1e3 * t for t in noise_alone(task, fewest)])
-    rows["private"]["parameters"] = sum(p.numel() for p in task.model.parameters())
+    rows["private"]["parameters"] = size
     return list(rows.values())
 
 

@@ -35,6 +35,7 @@ def all_tables(
     launches: Report,
     compiled: Report,
     compiled_private: Report,
+    private: Report,
     computed: Report,
 ) -> dict[str, str]:
     """Markdown by name."""
@@ -56,6 +57,9 @@ def all_tables(
         "compiled environment": environment(compiled),
         "compiled private": private_steps(compiled_private),
         "compiled private environment": environment(compiled_private),
+        "private": private_speeds(private),
+        "private noise": private_noise(private),
+        "private environment": environment(private),
         "computed weights": computed_weights(computed),
         "computed weights memory": computed_memory(computed),
         "computed weights environment": environment(computed),
@@ -169,12 +173,33 @@ def compiled_steps(report: Report) -> str:
 
 def private_steps(report: Report) -> str:
     """Private steps, noise and optimizer included, as ratios to a plain training step."""
-    names = [name for name in report["trainers"] if name != "plain"]
+    return _private_table(report, lambda row: f"{row['ratio']['plain']['median']:.2f}", leave_out=["plain"])
+
+
+def private_speeds(report: Report) -> str:
+    """Samples per second of private steps."""
+    return _private_table(report, lambda row: f"{row['samples_per_second']['median']:,.0f}")
+
+
+def private_noise(report: Report) -> str:
+    """What the noise of a private step takes by itself."""
+    lines = []
+    for row in report["rows"]:
+        if row["trainer"] == "private":
+            noise, size = row["noise_ms"]["median"], row["parameters"]
+            share = f"{noise / row['ms']['median']:.0%}"
+            lines.append([row["workload"], f"{size:,}", f"{noise:.3g}", f"{1e6 * noise / size:.1f}", share])
+    return _markdown(["", "parameters", "noise, ms", "ns a number", "of the step"], lines)
+
+
+def _private_table(report: Report, cell: Callable[[Row], str], leave_out: Sequence[str] = ()) -> str:
+    """Workloads by trainers."""
+    names = [name for name in report["trainers"] if name not in leave_out]
     by_workload: dict[str, dict[str, Row]] = {}
     for row in report["rows"]:
         by_workload.setdefault(row["workload"], {})[row["trainer"]] = row
     lines = [
-        [workload, *(f"{rows[name]['ratio']['plain']['median']:.2f}" for name in names)]
+        [workload, *(cell(rows[name]) if rows[name]["status"] == "ok" else rows[name]["status"] for name in names)]
         for workload, rows in by_workload.items()
     ]
     return _markdown(["", *(f"`{report['trainers'][name]['title']}`" for name in names)], lines)
@@ -288,10 +313,8 @@ def _markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 def load(folder: Path = RESULTS) -> tuple[Report, ...]:
     """The figures that the pages show."""
     read: Callable[[str], Report] = lambda name: json.loads((folder / name).read_text())  # noqa: E731
-    return tuple(
-        read(f"{name}.json")
-        for name in ("peers", "scaling", "parts", "launches", "compiled", "compiled-private", "computed-weights")
-    )
+    names = "peers scaling parts launches compiled compiled-private private computed-weights".split()
+    return tuple(read(f"{name}.json") for name in names)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -84,6 +84,10 @@ def _images_row(
     return Workload(name, title, batch, model, partial(_images, shape), classification, group)
 
 
+def _wide(width: int, depth: int) -> Callable[[], nn.Module]:
+    return partial(models.mlp, [width] * (depth + 1) + [10])
+
+
 def _gpt_row(
     name: str,
     batch: int,
@@ -114,8 +118,8 @@ def _curve(size: str) -> list[Workload]:
     return [_gpt_row(f"{size}-{n}", **{**SMALL_GPT, size: n}, group=size, value=n) for n in CURVES[size]]
 
 
-# main: what the project is judged by; overhead: many small ops, so that the engine's own time shows;
-# tiny: for the tests of this package; batch, length, width, layers: how cost grows.
+# main: what the project is judged by; overhead: many small ops, so that the engine's own time shows; private: so many
+# parameters that their noise shows; tiny: for the tests of this package; batch, length, width, layers: how cost grows.
 TABLE = [
     _images_row("mlp", "MLP 784-1024-1024-10", 256, (784,), partial(models.mlp, [784, 1024, 1024, 10])),
     _images_row("cnn", "MNIST-style CNN", 256, (1, 28, 28), models.mnist_cnn),
@@ -144,6 +148,10 @@ TABLE = [
     ),
     _gpt_row("gpt-thin", batch=4, width=64, layers=12, heads=4, vocabulary=1000, length=64, group="overhead"),
     _images_row("mlp-deep", "MLP, 50 layers of width 32", 32, (32,), partial(models.mlp, [32] * 50 + [10]), "overhead"),
+    *[
+        _images_row(name, f"MLP, {depth} layers of width {width}", 64, (width,), _wide(width, depth), "private")
+        for name, width, depth in (("mlp-1m", 512, 4), ("mlp-10m", 1024, 10), ("mlp-100m", 4096, 6))
+    ],
     _images_row("tiny-cnn", "the same CNN", 4, (1, 28, 28), models.mnist_cnn, "tiny"),
     _gpt_row("tiny-gpt", batch=3, width=16, layers=2, heads=2, vocabulary=20, length=5, group="tiny"),
     Workload(

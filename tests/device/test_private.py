@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from persample import NonFiniteError, dp
 from persample.dp import fingerprints
 from persample.dp.noise import BLOCK, Scale, add_noise
 from persample.dp.records import Step
-from persample.dp.sources import Seeded
+from persample.dp.sources import Secure, Seeded
 from persample.testing import Work, count_work
 from tests.device.backend import DEVICE, DeviceTensor, no_float64, raise_refused
 from tests.device.private_models import EXAMPLES, KINDS, Kind
@@ -224,3 +225,30 @@ def test_noise_is_copied_once_for_many_small_sums() -> None:
     with count_work() as work:
         add_noise(sums, Scale(1.0, 1.0, 270), Seeded(0), 0)
     assert work.waits.total() == 1
+
+
+def test_secure_noise_is_made_on_the_device() -> None:
+    """Of the right size, on its grid, never the same; and only a key is copied."""
+    scale, size = Scale(0.3, 1.1, 2 * BLOCK), 2 * BLOCK
+    found = []
+    for _ in range(2):
+        sums = [torch.zeros(size - 5, dtype=torch.float64, device=DEVICE), torch.zeros(5, device=DEVICE)]
+        with count_work() as work:
+            add_noise(sums, scale, Secure(), 0)
+        assert work.waits.total() <= 1  # for the key
+        found.append(torch.cat([t.cpu().double() for t in sums]))
+    for noise in found:
+        assert torch.equal((noise[:-5] / scale.grid).round() * scale.grid, noise[:-5])
+        assert abs(float(noise.std()) / scale.std - 1) < 6 / math.sqrt(2 * size)
+        assert abs(float(noise.mean())) < 6 * scale.std / math.sqrt(size)
+    assert float((found[0] * found[1]).mean().abs()) < 6 * scale.std**2 / math.sqrt(size)
+
+
+def test_a_run_without_a_seed() -> None:
+    """Nothing is drawn on the host, not even ahead."""
+    run = Run(KINDS["mlp"], DEVICE, seed=None)
+    drawn: list[int] = []
+    run.private._source._source.normals = lambda *_: drawn.append(1)  # type: ignore[attr-defined]
+    run.go()
+    assert not drawn
+    assert run.works[2].waits.total() <= 3, run.works[2]

@@ -6,6 +6,8 @@ import os
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from .noise import BLOCK
 from .normals import Numbers
@@ -63,6 +65,12 @@ class Early(Source):
             return
         self._drawing.result()  # or what it has raised
         out[:] = self._kept[start : start + len(out)]
+
+    def draws_on(self, device: torch.device) -> bool:
+        return self._source.draws_on(device)
+
+    def normals_on(self, device: torch.device, size: int) -> Tensor:
+        return self._source.normals_on(device, size)
 
     @property
     def secret(self) -> bytes:

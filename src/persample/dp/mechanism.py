@@ -54,10 +54,10 @@ class Mechanism:
             self._known_units = bound, self.exactly().units_for(self._params)
         return self._known_units[1]
 
-    @property
-    def noise_size(self) -> int:
-        """How many numbers get noise of their own in a release."""
-        return self._size + (self._clipper.counted_in is not None) if self._plan.noise else 0
+    def drawn_on_host(self, source: Source) -> int:
+        """How many numbers of a release get noise that is not made where they are."""
+        made_there = self.stream is None and all(source.draws_on(p.device) for p in self._params.values())
+        return 0 if made_there or not self._plan.noise else self._size + (self._clipper.counted_in is not None)
 
     def noisy_means(self, sums: Sequence[Whole], source: Source, number: int) -> list[Tensor]:
         """The sums with the noise of a release, over the expected batch size; a bound that moves follows the count."""

@@ -1,9 +1,9 @@
 """Gaussian noise on a grid.
 
-Noise is drawn on the host, in blocks that do not depend on where it is added: the same numbers for the same source, on
-every device. Sums on the CPU are worked on block by block. Those on an accelerator stay there: the noise is copied to
-them, and rounding and adding in float64 give the same numbers there, bit by bit. Only where a device has no float64
-sums are copied to the host and back.
+Sums on the CPU are worked on block by block. Those on an accelerator stay there, and noise is made beside them
+(`on_device`). Where a seed decides, or noise is correlated, it is drawn on the host and copied: in blocks that do not
+depend on where it is added, so that rounding and adding in float64 give the same numbers there, bit by bit. Only where
+a device has no float64 sums are copied to the host and back.
 """
 
 from __future__ import annotations
@@ -113,6 +113,14 @@ class Noise:
         if self.memory is not None:
             self.memory.keep(start, out)
 
+    def is_made_on(self, device: torch.device) -> bool:
+        """Is it made on the device that it is for? What is remembered of earlier noise is on the host."""
+        return self.memory is None and self.source.draws_on(device)
+
+    def made_on(self, device: torch.device, size: int) -> Tensor:
+        """Noise in steps of the grid, made on a device."""
+        return self.source.normals_on(device, size).mul_(self.scale.std / self.scale.grid).round_()
+
 
 def _for_each(do: Callable[[int], None], blocks: Sequence[int]) -> None:
     """Do it for every block, in as many threads as pay, of which this is one."""
@@ -163,6 +171,8 @@ def _drawn(noise: Noise, first: int, size: int, devices: set[torch.device]) -> T
 
     The copy to CUDA is not waited for: PyTorch does not use pinned memory again before a copy from it is done.
     """
+    if len(devices) == 1 and noise.is_made_on(device := next(iter(devices))):
+        return noise.made_on(device, size)
     pinned = {device.type for device in devices} == {"cuda"}
     drawn = torch.empty(size, dtype=torch.float64, device="cpu", pin_memory=pinned)
     blocks = [block.numpy() for block in drawn.split(BLOCK)]

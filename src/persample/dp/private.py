@@ -273,7 +273,7 @@ class Private:
             self._compiled.show(given, part.size)  # to the guard, which sees what Python runs
         self._guard.hold()
         if part.last and self._team.size == 1:
-            self._source.begin(self._releases.upcoming, self._mechanism.noise_size)
+            self._source.begin(self._releases.upcoming, self._mechanism.drawn_on_host(self._source))
         sums = self._of_batch(given, part)
         self._world.check()
         every = self._binding.check()

@@ -11,7 +11,11 @@ from importlib import import_module
 from importlib.util import find_spec
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from ..kernels.devices import has_float64
+from . import on_device
 from .normals import Numbers, Stream, Words, fill
 
 _SAMPLING, _NOISE = 1, 2  # what a draw is for is part of its key
@@ -38,6 +42,14 @@ class Source(ABC):
     @abstractmethod
     def normals(self, number: int, block: int, out: Numbers) -> None:
         """Fill with a block of the standard normal noise of a release."""
+
+    def draws_on(self, device: torch.device) -> bool:
+        """Is noise for this device made there, by `normals_on`? It is not where a seed fixes it for all devices."""
+        return False
+
+    def normals_on(self, device: torch.device, size: int) -> Tensor:
+        """(size,) standard normal numbers in float64 that no other call returns, made on a device."""
+        raise NotImplementedError(f"{type(self).__name__} draws on the host alone")
 
     def begin(self, number: int, size: int) -> None:  # noqa: B027 (for most, there is nothing to do)
         """Know ahead that so many numbers will be drawn for a release."""
@@ -100,6 +112,12 @@ class Secure(Source):
 
     def normals(self, number: int, block: int, out: Numbers) -> None:
         fill(out, secret_words())
+
+    def draws_on(self, device: torch.device) -> bool:
+        return device.type != "cpu" and has_float64(device)
+
+    def normals_on(self, device: torch.device, size: int) -> Tensor:
+        return on_device.normals(size, device)
 
 
 def secret_words() -> Stream:

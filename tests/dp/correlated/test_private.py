@@ -66,7 +66,7 @@ def kind_of(trained: dp.Private) -> dict[str, Any]:
 
 def independent(trained: dp.Private, numbers: range) -> Matrix:
     """The independent noise of releases with these numbers."""
-    stream, size = trained._mechanism.stream, trained._mechanism.noise_size
+    stream, size = trained._mechanism.stream, trained._mechanism.drawn_on_host(trained._source)
     assert stream is not None
     scale = module.Scale(0.3, trained.plan.noise, size, stream.factor)
     found = np.empty((len(numbers), size))
