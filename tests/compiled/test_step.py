@@ -45,7 +45,7 @@ def batch(B: int = 5) -> tuple[Tensor, Tensor]:
 class Step:
     """A compiled step, and what the eager engine says."""
 
-    def __init__(self, *reductions: ps.Reduction, backend: str = "eager", **options: Any) -> None:
+    def __init__(self, *reductions: ps.Reduction, backend: Any = "eager", **options: Any) -> None:
         self.model = Net().eval()
         self.reductions = reductions or (ps.Norms(), ps.ClippedSum(0.1))
         self.run = ps.compile(self.losses, self.model, *self.reductions, backend=backend, verbose=False, **options)
@@ -344,6 +344,22 @@ def test_messages(capsys: pytest.CaptureFixture[str]) -> None:
     assert said[2] == "persample: compiling Norms (argument 0 was float32 (3, 4), is float32 (5, 4))"
     assert said[3].startswith("persample: compiled for all batch sizes in ")
     assert repr(step) == "CompiledStep(Norms; 2 builds, 0 doubts)"
+
+
+def test_code_that_fails_when_it_runs_is_left_to_the_eager_engine() -> None:
+    """As where PyTorch foretells other strides than a kernel has."""
+
+    def failing(graph: torch.fx.GraphModule, _: Any) -> Any:
+        def run(*given: Tensor) -> Any:
+            raise RuntimeError("view size is not compatible with input tensor's size and stride")
+
+        return run
+
+    step = Step(backend=failing)
+    with pytest.warns(ps.PerformanceWarning, match="what was compiled failed when it ran: RuntimeError: view size"):
+        step.check(*batch())
+    step.check(*batch())
+    assert "failed when it ran" in str(step.run.refused)
 
 
 def test_a_wrong_backend_is_found_out() -> None:
