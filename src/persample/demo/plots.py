@@ -78,6 +78,22 @@ def for_page(svg: str, name: str) -> str:
     return svg
 
 
+def predicted_and_actual(findings: Findings) -> str:
+    """Changes of losses without some training images: as gradients predict them, and as training shows them."""
+    causes = findings.causes
+    score = next(iter(causes.trials.values()))
+    with drawing("causes", "predicted change of a loss", "actual change") as drawn:
+        axes = drawn.axes
+        axes.axline((0, 0), slope=1, color=INK, linewidth=0.8, linestyle=":")
+        random = (score.predicted.flatten(), (score.actual - causes.losses).flatten())
+        axes.plot(*random, "o", markersize=3, alpha=0.6, markeredgewidth=0, color=SERIES[1], label="random subsets")
+        axes.plot(
+            causes.without.predicted, causes.without.actual, "D", markersize=5, color=SERIES[0], label="most harmful"
+        )
+        _legend(axes)
+    return drawn.svg
+
+
 def norms_over_training(findings: Findings) -> str:
     """Median and middle half of the gradients' norms after every epoch, flipped labels and others."""
     norms = torch.stack([evidence.norms for evidence in findings.trained.history])
