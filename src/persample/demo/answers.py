@@ -1,7 +1,6 @@
-"""The report's first chapter: wrong answers, the training images that caused them, and what training without them did."""
+"""The report's first chapter: wrong answers, the training images that caused them, and training without those."""
 
 from __future__ import annotations
-
 
 from persample import influence as pi
 
@@ -19,30 +18,31 @@ def wrong_answers(findings: Findings) -> str:
         "answers",
         "Why did the model say that?",
         paragraph(
-            f"""A small CNN was trained on {len(findings.digits.x)} digits. {_which(findings)} For each of them, the
-            run was gone through backwards once more, step by step, which gives the derivative of this one loss with
-            respect to the weight of every training image: a derivative with respect to one image needs the gradient of
-            that image alone. The images on the left raised the loss most, those on the right lowered it most; the
-            number is by how much the loss is predicted to change without the image. Wrong labels are marked: {_share(findings)}"""
+            f"""A small CNN was trained on {len(findings.digits.x)} digits, {findings.chance:.1%} of them with a wrong
+            label. {_which(findings)} For each of them the run was gone through once more, backwards, which gives
+            the derivative of its loss by the weight of every single training image. Harmful images raised the loss,
+            helpful ones lowered it; the number is the change that is predicted without the image. Wrong labels are
+            marked: {_share(findings)} P is the probability of the right label, and what it became when the model was
+            trained again without the {s.removed} most harmful images."""
         ),
         *(_case(findings, q) for q in range(len(causes.asked))),
         heading("Is it true?"),
         paragraph(
-            f"""The model was trained again, {s.subsets + len(causes.asked) + 1} times: without a random
-            {s.dropped:.0%} of the images, {s.subsets} times, without the {s.removed} most harmful images of each answer, and
-            once on everything. Weights at the start and batches are the same, and what is left out counts nothing in
-            them, so that the images are all that differs. The linear datamodelling score (LDS) is the rank correlation, over the
-            random subsets, of predicted and actual losses of an answer, and the mean over answers: 1 is perfect, 0 is
-            chance. Here it is {_with_interval(next(iter(causes.trials.values())))}, with a confidence interval of 95% from drawing
-            subsets again. {_without(findings)}"""
+            f"""The model was trained again, {s.subsets + len(causes.asked) + 1} times: {s.subsets} times without a
+            random {s.dropped:.0%} of the images, for each answer without its {s.removed} most harmful images, and once
+            on everything. All runs have the same weights at the start and the same batches, in which what is left out
+            does not count, so that nothing else differs. The linear datamodelling score (LDS) is the rank
+            correlation of predicted and actual losses over the random subsets, the mean over answers: 1 is perfect, 0
+            is chance. Here it is {_with_interval(causes.score)}, with an interval of 95% confidence from drawing the
+            {s.subsets} subsets again. {_without(findings)}"""
         ),
         '<div class="plots">',
         figure(
             plots.predicted_and_actual(findings),
             f"Predicted against actual changes of losses, for {s.subsets} random subsets and for the most harmful "
-            f"images; {_with_interval(next(iter(causes.trials.values())))}.",
-            "Changes of the losses of the answers above: predicted from gradients, and after training again. On the "
-            "line, they are the same. A loss cannot fall below 0, which a sum of derivatives does not know.",
+            f"images; LDS {_with_interval(causes.score)}.",
+            "Changes of these losses: predicted by gradients, and found by training again. On the line they are the "
+            "same. A loss cannot fall below 0, which a sum of derivatives does not know.",
         ),
         table(
             "The same subsets, other ways to predict",
@@ -51,8 +51,9 @@ def wrong_answers(findings: Findings) -> str:
         ),
         "</div>",
         paragraph(
-            """One checkpoint needs nothing but the trained model, but takes it to be at a minimum, which a run of a
-            few epochs does not reach. Likeness goes by what the last layer sees of two images, with the sign by their labels."""
+            """One checkpoint needs the trained model alone, and takes it to be at a minimum, which a run of a few
+            epochs does not reach. Likeness compares what the last layer sees of two images, with a sign by their
+            labels: no gradients, and no way to tell by how much a loss will change."""
         ),
         heading("The code"),
         code(train, influence, at_the_end, likeness, train_on, Retrain),
@@ -72,7 +73,7 @@ def _share(findings: Findings) -> str:
     count = findings.settings.causes
     worst = findings.causes.scores.argsort(dim=1)[:, :count]
     flipped = int(findings.digits.flipped[worst].sum())
-    return f"{flipped} of the {worst.numel()} harmful images that are shown have one, and {findings.chance:.1%} of all images."
+    return f"{flipped} of the {worst.numel()} harmful images that are shown have one."
 
 
 def _without(findings: Findings) -> str:
@@ -100,7 +101,7 @@ def _case(findings: Findings, q: int) -> str:
     i, said = int(causes.asked[q]), int(causes.said[q])
     true = int(digits.test_y[i])
     order = causes.scores[q].argsort()
-    lines = [f"says {said}", f"is {true}", f"{causes.before[q]:.0%} sure of it,", f"then {causes.after[q]:.0%}"]
+    lines = [f"says {said}", f"is {true}", f"P({true}) = {causes.before[q]:.0%},", f"then {causes.after[q]:.0%}"]
     asked = thumbnail(digits.test_x[i, 0], f"A handwritten {true}, read as {said}", lines)
     strips = [
         strip(title, [_cause(findings, q, int(k)) for k in some])

@@ -31,6 +31,11 @@ class Causes:
     trials: dict[str, pi.DataModelScore]  # by method, on the same random subsets; the replay is the first
 
     @property
+    def score(self) -> pi.DataModelScore:
+        """The trial of the scores that are shown."""
+        return next(iter(self.trials.values()))
+
+    @property
     def before(self) -> Tensor:
         """(Q,): the probability that the model gave to the right label."""
         return torch.exp(-self.losses)

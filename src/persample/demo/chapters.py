@@ -22,7 +22,7 @@ from .verify import verify
 
 def summary(findings: Findings) -> str:
     """The figures to remember."""
-    at, lds = _at_flips(findings, "influence"), next(iter(findings.causes.trials.values())).score
+    at, lds = _at_flips(findings, "influence"), findings.causes.score.score
     epsilon, (private, _, _) = list(findings.private_accuracy.items())[-1]
     return cards(
         [

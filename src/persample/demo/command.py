@@ -38,9 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="persample demo",
-        description="Finds the training images that caused wrong answers, and wrong labels, trains privately and measures "
-        "gradient noise on scikit-learn's digits, checks itself, and writes a report: one HTML file. Needs nothing but "
-        "this machine, and one to two minutes.",
+        description="Finds the training images that caused wrong answers, finds wrong labels, trains privately and "
+        "measures gradient noise on scikit-learn's digits, checks itself, and writes a report: one HTML file. Needs "
+        "nothing but this machine, and about two minutes.",
     )
     parser.add_argument("--quick", action="store_true", help="a few seconds: too short for good results")
     parser.add_argument("--out", type=Path, default=Path("persample-demo.html"), metavar="FILE", help="%(default)s")

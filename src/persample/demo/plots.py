@@ -81,7 +81,7 @@ def for_page(svg: str, name: str) -> str:
 def predicted_and_actual(findings: Findings) -> str:
     """Changes of losses without some training images: as gradients predict them, and as training shows them."""
     causes = findings.causes
-    score = next(iter(causes.trials.values()))
+    score = causes.score
     with drawing("causes", "predicted change of a loss", "actual change") as drawn:
         axes = drawn.axes
         axes.axline((0, 0), slope=1, color=INK, linewidth=0.8, linestyle=":")

@@ -106,8 +106,8 @@ def say_causes(findings: Findings, console: Console) -> None:
     """Wrong answers, and what training without their causes did."""
     causes, s = findings.causes, findings.settings
     console.print(
-        f"wrong answers: {causes.wrong} of {len(findings.digits.test_y)}. Without the {s.removed} most harmful images of "
-        f"each of {len(causes.asked)}, losses change by {causes.without.actual.mean():+.2f} on average "
+        f"wrong answers: {causes.wrong} of {len(findings.digits.test_y)}. Without the {s.removed} most harmful images "
+        f"of each of {len(causes.asked)}, losses change by {causes.without.actual.mean():+.2f} on average "
         f"({causes.without.predicted.mean():+.2f} predicted), and {causes.corrected} become right",
         highlight=False,
     )
