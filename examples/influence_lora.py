@@ -83,9 +83,7 @@ def main() -> int:
         model = deepcopy(start)
         train(model, pool[ids], epochs=20)
         loss[name] = mean_loss(model, test)
-        print(
-            f"{CHOSEN} {name} texts: {share[name]:.0%} count by {WANTED}; then the loss of the target is {loss[name]:.2f}"
-        )
+        print(f"{CHOSEN} {name} texts: {share[name]:.0%} count by {WANTED}, loss of the target {loss[name]:.2f} then")
     print(f"(before training {loss['before']:.2f}; {1 / len(KINDS):.0%} of the pool count by {WANTED})")
     return 0 if share["chosen"] > 2 * share["random"] and loss["chosen"] < loss["random"] else 1
 

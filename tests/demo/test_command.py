@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ def test_a_quick_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert demo.main(["--quick", "--out", str(out)]) == 0
     said = capsys.readouterr().out
     assert "private training: 12 of 12" in said
+    assert re.search(r"replay of the run: LDS -?[\d.]+ \(-?[\d.]+ to -?[\d.]+\), 4 subsets", said)
     assert "against the definition: all agree" in said
     assert f"report: {out}" in said
     assert out.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")

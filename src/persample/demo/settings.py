@@ -32,7 +32,7 @@ class Settings:
     delta: float = 1e-5
     private_epochs: int = 25
     private_batch: int = 256
-    private_lr: float = 1.0
+    private_lr: float = 2.0
     max_norm: float = 1.0
     accountant: Literal["pld", "rdp"] = "pld"
     # what is shown, and what is checked
