@@ -7,11 +7,13 @@ import re
 from dataclasses import replace
 from html import escape
 from html.parser import HTMLParser
+from pathlib import Path
 
 import torch
 
 from persample.demo import pieces
 from persample.demo.causes import Retrain, influence
+from persample.demo.picture import picture
 from persample.demo.private import train_privately
 from persample.demo.report import render
 from persample.demo.scores import look
@@ -134,6 +136,14 @@ def test_an_unknown_noise_scale_is_said_to_be_unknown(quick: Quick) -> None:
     page = render(replace(quick.found, trained=trained))
     assert "In 1 of 3 epochs the batches&#x27; estimate of |G|² was not positive" in page
     assert "<td>unknown</td>" in page
+
+
+def test_the_picture_has_answers_and_causes(quick: Quick, tmp_path: Path) -> None:
+    picture(quick.found, tmp_path / "why.svg")
+    drawn = (tmp_path / "why.svg").read_text(encoding="utf-8")
+    assert drawn.count("<image ") == 3 * (1 + 2 * 5)
+    assert f"says {quick.found.causes.said[0]}" in drawn
+    assert f"LDS {quick.found.causes.score.score:.2f}" in drawn
 
 
 def test_text_is_escaped() -> None:

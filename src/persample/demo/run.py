@@ -13,6 +13,7 @@ from .causes import find_causes
 from .data import Digits, load
 from .findings import Findings, Trained
 from .noise_scale import noise_scale
+from .picture import picture
 from .private import PrivateRun, plan_for, run_privately
 from .progress import Parts
 from .report import render
@@ -22,12 +23,14 @@ from .training import Epoch, accuracy, train
 from .verify import verify
 
 
-def run(settings: Settings, seed: int, out: Path) -> int:
+def run(settings: Settings, seed: int, out: Path, drawn: Path | None = None) -> int:
     """Do everything, write the report, and say where it is; 1 if something differs from the definition."""
     console = Console()
     parts = Parts(console)
     findings = find(settings, seed, parts)
     out.write_text(render(findings), encoding="utf-8")
+    if drawn is not None:
+        picture(findings, drawn)
     summarise(findings, console)
     console.print(f"report: {out.resolve()}", soft_wrap=True, highlight=False)
     return 0 if findings.verdict.ok else 1
