@@ -141,7 +141,7 @@ def test_an_unknown_noise_scale_is_said_to_be_unknown(quick: Quick) -> None:
 def test_the_picture_has_answers_and_causes(quick: Quick, tmp_path: Path) -> None:
     picture(quick.found, tmp_path / "why.svg")
     drawn = (tmp_path / "why.svg").read_text(encoding="utf-8")
-    assert drawn.count("<image ") == 3 * (1 + 2 * 5)
+    assert drawn.count("<image ") == 3 * (1 + 2 * 4)
     assert f"says {quick.found.causes.said[0]}" in drawn
     assert f"LDS {quick.found.causes.score.score:.2f}" in drawn
 

@@ -81,8 +81,8 @@ def _without(findings: Findings) -> str:
     return (
         f"Without its {s.removed} most harmful images, the loss of {int((causes.without.actual < 0).sum())} of "
         f"{len(causes.asked)} answers falls, by {-causes.without.actual.mean():.2f} on average where "
-        f"{-causes.without.predicted.mean():.2f} was predicted, and {causes.corrected} become right for certain: "
-        f"their label then has a probability above one half."
+        f"{-causes.without.predicted.mean():.2f} was predicted; {causes.corrected} of them then "
+        f"{'has' if causes.corrected == 1 else 'have'} more than half of the probability on the right label."
     )
 
 

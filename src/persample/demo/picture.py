@@ -13,7 +13,7 @@ from torch import Tensor
 from .findings import Findings
 from .plots import changes
 
-ANSWERS, EACH = 3, 5
+ANSWERS, EACH = 3, 4
 COLOURS = ("#b3440c", "#0b63a5")
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -26,8 +26,8 @@ STYLE: dict[Any, Any] = {
 def picture(findings: Findings, path: Path) -> None:
     """Thumbnails on the left, predicted and actual changes on the right; on white, for light and dark pages."""
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(9.6, 3.3), layout="constrained")
-        left, right = figure.subfigures(1, 2, width_ratios=(1.9, 1), squeeze=False)[0]
+        figure = Figure(figsize=(9.6, 2.9), layout="constrained")
+        left, right = figure.subfigures(1, 2, width_ratios=(2.2, 1), squeeze=False)[0]
         _thumbnails(left, findings)
         axes = right.subplots()
         changes(axes, findings, COLOURS, "black")
@@ -41,7 +41,7 @@ def picture(findings: Findings, path: Path) -> None:
 def _thumbnails(part: SubFigure, findings: Findings) -> None:
     causes, digits = findings.causes, findings.digits
     count = min(ANSWERS, len(causes.asked))
-    rows = part.subplots(count, 3 + 2 * EACH, squeeze=False, width_ratios=(1, 0.4, *[1] * EACH, 0.4, *[1] * EACH))
+    rows = part.subplots(count, 3 + 2 * EACH, squeeze=False, width_ratios=(1, 0.3, *[1] * EACH, 0.3, *[1] * EACH))
     for q, row in enumerate(rows):
         for axes in row:
             axes.axis("off")
@@ -51,8 +51,8 @@ def _thumbnails(part: SubFigure, findings: Findings) -> None:
             _cause(axes, findings, k)
         for axes, k in zip(row[3 + EACH :], order.flip(0)[:EACH].tolist(), strict=True):
             _cause(axes, findings, k)
-    for column, title in ((0, "test"), (2 + EACH // 2, "most harmful"), (3 + EACH + EACH // 2, "most helpful")):
-        rows[0, column].set_title(title, fontsize=9)
+    for column, title in ((0, "test"), (2, "most harmful"), (3 + EACH, "most helpful")):
+        rows[0, column].set_title(title, fontsize=9, loc="left")
 
 
 def _cause(axes: Axes, findings: Findings, k: int) -> None:
@@ -63,4 +63,4 @@ def _cause(axes: Axes, findings: Findings, k: int) -> None:
 
 def _show(axes: Axes, image: Tensor, told: str, colour: str) -> None:
     axes.imshow(image.numpy(), cmap="gray_r", vmin=0, vmax=1, interpolation="nearest")
-    axes.text(0.5, -0.06, told, transform=axes.transAxes, ha="center", va="top", fontsize=6.5, color=colour)
+    axes.text(0.5, -0.06, told, transform=axes.transAxes, ha="center", va="top", fontsize=7, color=colour)

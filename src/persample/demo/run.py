@@ -111,7 +111,7 @@ def say_causes(findings: Findings, console: Console) -> None:
     console.print(
         f"wrong answers: {causes.wrong} of {len(findings.digits.test_y)}. Without the {s.removed} most harmful images "
         f"of each of {len(causes.asked)}, losses change by {causes.without.actual.mean():+.2f} on average "
-        f"({causes.without.predicted.mean():+.2f} predicted), and {causes.corrected} become right",
+        f"({causes.without.predicted.mean():+.2f} predicted); right for certain then: {causes.corrected}",
         highlight=False,
     )
     for title, score in causes.trials.items():
