@@ -15,7 +15,7 @@ BY_CPU := tests/kernels tests/factors tests/reductions tests/nn tests/benchmarks
 .PHONY: bench bench-compiled bench-docs bench-expanded bench-influence bench-launches bench-monitor bench-pages bench-parts bench-peers bench-private bench-scaling bench-sensitivity bench-several
 
 help:
-	@echo "make demo      finds wrong labels, trains privately, checks itself; writes build/demo.html (a minute)"
+	@echo "make demo      why answers are wrong, wrong labels, private training, a check; writes build/demo.html (2 minutes)"
 	@echo "make test      lint, types and tests (what CI runs)"
 	@echo "make test-all  the same with the slow tests, and those of kernels as on CPUs of other kinds"
 	@echo "make test-torch TORCH=2.15.0      the tests with a release of torch (default: the newest), installed beside"

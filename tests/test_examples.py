@@ -52,3 +52,13 @@ def test_the_monitored_run_finds_wrong_labels() -> None:
     found = re.search(r"stood out, (\d+)% were mislabelled", done.stdout)
     assert found
     assert int(found[1]) >= 25
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["influence_digits", "influence_gpt", "influence_lora"])
+def test_influence_finds_what_it_is_asked_for(name: str) -> None:
+    """The scripts say themselves, by their status, whether it is so."""
+    command = [sys.executable, str(ROOT / "examples" / f"{name}.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "%" in done.stdout or "answers are right" in done.stdout

@@ -16,7 +16,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 OTHERS = ROOT / "docs" / "coming-from.md"  # where the code of other libraries is shown
+OTHERS_OF_INFLUENCE = ROOT / "docs" / "coming-from-influence.md"
 PEERS = ROOT / ".venv-peers" / "bin" / "python"
+PEERS_OF_INFLUENCE = ROOT / ".venv-influence" / "bin" / "python"
 BLOCK = re.compile(r"^```(\w*)(?: title=\"([^\"]*)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PROGRAMS = {"py", "python", "python3", "pycon"}
 
@@ -46,7 +48,7 @@ def test_every_example_is_a_doctest(path: Path) -> None:
         else:
             assert ">>> " not in text, f"a doctest that is not marked as python: {text[:80]}"
             shown = title.startswith("src/") and text in (ROOT / title).read_text()
-            assert language not in PROGRAMS or path == OTHERS or shown, f"not run: {text[:80]}"
+            assert language not in PROGRAMS or path in (OTHERS, OTHERS_OF_INFLUENCE) or shown, f"not run: {text[:80]}"
 
 
 @pytest.mark.parametrize("path", PAGES, ids=named)
@@ -64,9 +66,15 @@ def versions() -> dict[str, str]:
     return dict(re.findall(r"^([\w-]+)==(\S+)$", pinned.lower(), re.MULTILINE))
 
 
-def shown() -> list[tuple[str, str]]:
+def shown(path: Path = OTHERS) -> list[tuple[str, str]]:
     """The code of other libraries, by title."""
-    return [(title, text) for language, title, text in blocks(OTHERS) if language == "py"]
+    return [(title, text) for language, title, text in blocks(path) if language == "py"]
+
+
+def shared_code(path: Path) -> str:
+    """What all blocks of a page begin with."""
+    first = next(text for language, _, text in blocks(path) if language == "python")
+    return "".join(example.source for example in doctest.DocTestParser().get_examples(first))
 
 
 def test_code_of_others_is_for_the_versions_that_are_pinned() -> None:
@@ -80,8 +88,6 @@ def test_code_of_others_is_for_the_versions_that_are_pinned() -> None:
 @pytest.mark.skipif(not PEERS.exists(), reason="the other libraries are installed by make bench-peers")
 @pytest.mark.parametrize("index", range(len(shown())))
 def test_code_of_others_runs_and_gives_the_same(index: int) -> None:
-    first = next(text for language, _, text in blocks(OTHERS) if language == "python")
-    shared = "".join(example.source for example in doctest.DocTestParser().get_examples(first))
     compare = """
 want = ps.grad(F.cross_entropy(original(data.tensors[0]), data.tensors[1], reduction="none"), original)
 flat = torch.cat([w.flatten(1) for w in want.values()], 1)
@@ -94,10 +100,35 @@ if "kernel" in found:
     torch.testing.assert_close(kernel, flat @ flat.t())
 print("compared", *found.keys() & {"rows", "norms", "kernel", "engine"})
 """
-    code = f"{shared}\nimport copy\noriginal = copy.deepcopy(model)\n{shown()[index][1]}\n{compare}"
+    code = f"{shared_code(OTHERS)}\nimport copy\noriginal = copy.deepcopy(model)\n{shown()[index][1]}\n{compare}"
     done = subprocess.run([PEERS, "-c", code], capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert re.search(r"compared \w", done.stdout)
+
+
+def test_code_of_others_for_influence_has_its_version() -> None:
+    titles = [title for title, _ in shown(OTHERS_OF_INFLUENCE)]
+    assert titles == ["traker 0.3.2", "kronfluence 1.0.1", "dattri 0.3.0"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PEERS_OF_INFLUENCE.exists(), reason="the other libraries are not installed in .venv-influence")
+@pytest.mark.parametrize("index", range(len(shown(OTHERS_OF_INFLUENCE))))
+def test_code_of_others_for_influence_runs_and_says_much_the_same(index: int) -> None:
+    """Scores of the same shape and sign as those of `pi.exact`."""
+    compare = """
+original = pi.exact(copied, losses_fn, loader, next(iter(asked)), product=pi.Hessian(), damping=0.01)
+both = torch.stack([original.flatten(), scores.detach().float().flatten()])
+assert scores.shape == (5, 64)
+print("correlation", float(both.corrcoef()[0, 1]))
+"""
+    code = f"{shared_code(OTHERS_OF_INFLUENCE)}\nimport copy\ncopied = copy.deepcopy(model)\n"
+    code += f"{shown(OTHERS_OF_INFLUENCE)[index][1]}\n{compare}"
+    done = subprocess.run([PEERS_OF_INFLUENCE, "-c", code], capture_output=True, text=True, timeout=600, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"correlation (\S+)", done.stdout)
+    assert found
+    assert float(found[1]) > 0.3
 
 
 @pytest.mark.slow

@@ -77,7 +77,7 @@ def test_headings(page: browser.Page) -> None:
     assert [level for level, _ in headings].count("H1") == 1
     assert headings[0][0] == "H1"
     titles = [text for level, text in headings if level == "H2"]
-    assert titles[:2] == ["Finding wrong labels", "Training privately"]
+    assert titles[:3] == ["Why did the model say that?", "Finding wrong labels", "Training privately"]
     assert page.ask("[...document.querySelectorAll('nav a')].every(a => document.querySelector(a.hash))")
 
 

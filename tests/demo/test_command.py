@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,9 +20,12 @@ from persample.demo.progress import Parts
 
 def test_a_quick_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "new" / "report.html"
-    assert demo.main(["--quick", "--out", str(out)]) == 0
+    drawn = tmp_path / "why.svg"
+    assert demo.main(["--quick", "--out", str(out), "--picture", str(drawn)]) == 0
+    assert "<svg" in drawn.read_text(encoding="utf-8")
     said = capsys.readouterr().out
     assert "private training: 12 of 12" in said
+    assert re.search(r"replay of the run: LDS -?[\d.]+ \(-?[\d.]+ to -?[\d.]+\), 4 subsets", said)
     assert "against the definition: all agree" in said
     assert f"report: {out}" in said
     assert out.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
@@ -56,6 +60,11 @@ def test_a_missing_package_is_named(
 def test_a_directory_is_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert demo.main(["--out", str(tmp_path)]) == 2
     assert "is a directory: name a file in it, for instance" in capsys.readouterr().err
+
+
+def test_a_directory_is_no_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert demo.main(["--out", str(tmp_path / "report.html"), "--picture", str(tmp_path)]) == 2
+    assert f"--picture {tmp_path} is a directory: name a file in it" in capsys.readouterr().err
 
 
 def test_a_place_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

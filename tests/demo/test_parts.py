@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +14,8 @@ from torch.nn import functional as F
 from persample.demo.data import CLASSES, Digits, flip, load
 from persample.demo.noise_scale import Moments, moments, noise_scale
 from persample.demo.scores import Evidence, look, look_at_all, mean_cosine, precision, scores
-from persample.demo.settings import FULL
-from persample.demo.training import accuracy, build, train, train_step
+from persample.demo.settings import FULL, QUICK
+from persample.demo.training import accuracy, build, losses_fn, train, train_on, train_step
 from persample.demo.verify import error, flat, split, verify
 from persample.testing import definition
 
@@ -98,12 +100,32 @@ def test_a_step_is_an_ordinary_step(model: nn.Module) -> None:
     torch.manual_seed(3)
     plain = build()
     rows = rows_of(model, x, y)
-    found = train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), x, y, 100)
+    found = train_step(losses_fn(model, (x, y)), model, torch.optim.SGD(model.parameters(), lr=0.1), 100)
     F.cross_entropy(plain(x), y).backward()
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.allclose(p, q, atol=1e-6)
     assert found.trace == pytest.approx(float(rows.var(0).sum()), rel=1e-4)
+
+
+def test_training_on_everything_is_the_recorded_run(tmp_path: Path) -> None:
+    digits, one_epoch = load(1500, 0.05, 0), replace(QUICK, epochs=1)
+    (epoch,) = train(digits, one_epoch, 3, tmp_path, lambda: None)
+    again = train_on(torch.arange(len(digits.x)), digits, one_epoch, 3)
+    for p, q in zip(epoch.model.parameters(), again.parameters(), strict=True):
+        assert torch.allclose(p, q, atol=1e-5)
+
+
+def test_what_is_left_out_does_not_count() -> None:
+    """Another image in its place changes nothing, and it did count before."""
+    digits, one_epoch = load(1500, 0.05, 0), replace(QUICK, epochs=1)
+    other = replace(digits, x=digits.x.clone())
+    other.x[7] = 1 - other.x[7]
+    kept = torch.tensor([i for i in range(len(digits.x)) if i != 7])
+    one, same = (train_on(kept, each, one_epoch, 0)[0].weight for each in (digits, other))
+    full, different = (train_on(torch.arange(len(digits.x)), each, one_epoch, 0)[0].weight for each in (digits, other))
+    assert torch.equal(one, same)
+    assert not torch.equal(full, different)
 
 
 @pytest.mark.parametrize("count", [1, 2, 8])
@@ -167,13 +189,13 @@ def test_errors_are_relative_and_nan_is_infinite() -> None:
 
 
 @pytest.mark.slow
-def test_gradients_find_most_flipped_labels() -> None:
+def test_gradients_find_most_flipped_labels(tmp_path: Path) -> None:
     """Ordinary training as in the full run: far better than chance, by every score."""
-    torch.manual_seed(0)
-    digits, trained = load(FULL.test, FULL.flipped, 0), build()
-    epochs = train(trained, digits, FULL, 0, lambda: None)
+    digits = load(FULL.test, FULL.flipped, 0)
+    epochs = train(digits, FULL, 0, tmp_path, lambda: None)
+    trained = epochs[-1].model
     ranked = scores([look_at_all(e.model, digits)[0] for e in epochs], [e.lr for e in epochs])
     found = {name: precision(score.order, digits.flipped, 72) for name, score in ranked.items()}
     assert min(found.values()) > 0.6
-    assert found["influence"] > 0.85
+    assert found["influence"] > 0.8
     assert accuracy(trained, digits.test_x, digits.test_y) > 0.93

@@ -7,10 +7,13 @@ import re
 from dataclasses import replace
 from html import escape
 from html.parser import HTMLParser
+from pathlib import Path
 
 import torch
 
 from persample.demo import pieces
+from persample.demo.causes import Retrain, influence
+from persample.demo.picture import picture
 from persample.demo.private import train_privately
 from persample.demo.report import render
 from persample.demo.scores import look
@@ -59,7 +62,7 @@ def test_the_page_needs_nothing_else(quick: Quick) -> None:
     assert all(source.startswith("data:image/png;base64,") for source in outline.values["src"])
     assert "<script" not in quick.page
     assert "@import" not in quick.page
-    assert set(re.findall(r"url\(([^)]{0,5})", quick.page)) <= {"#norm", "#prec", "#priv", "#nois"}
+    assert set(re.findall(r"url\(([^)]{0,5})", quick.page)) <= {"#norm", "#prec", "#priv", "#nois", "#caus"}
     assert "default-src 'none'" in quick.page
 
 
@@ -75,6 +78,9 @@ def test_figures_are_those_that_were_found(quick: Quick) -> None:
     for run in found.private:
         assert f"{run.accuracy:.1%}" in text
         assert run.spent <= run.epsilon
+    for trial in found.causes.trials.values():
+        low, high = trial.interval
+        assert re.search(rf"{trial.score:.2f}\s+{low:.2f} to {high:.2f}", text)
     assert f"{found.trained.accuracy:.1%}" in text
     assert f"({found.chance:.1%})" in text
     for part, seconds in found.seconds.items():
@@ -84,17 +90,39 @@ def test_figures_are_those_that_were_found(quick: Quick) -> None:
 
 def test_the_code_is_the_code_that_was_run(quick: Quick) -> None:
     shown = re.findall(r"<pre .*?</pre>", quick.page, flags=re.DOTALL)
-    assert escape(inspect.getsource(look).strip()) in shown[0]
-    assert escape(inspect.getsource(train_privately).strip()) in shown[1]
+    assert escape(inspect.getsource(influence).strip()) in shown[0]
+    assert escape(inspect.getsource(Retrain).strip()) in shown[0]
+    assert escape(inspect.getsource(look).strip()) in shown[1]
+    assert escape(inspect.getsource(train_privately).strip()) in shown[2]
 
 
 def test_colours_are_the_page_s(quick: Quick) -> None:
     drawings = re.findall(r"<svg .*?</svg>", quick.page, flags=re.DOTALL)
-    assert len(drawings) == 4
+    assert len(drawings) == 5
     for svg in drawings:
         assert "var(--series-1)" in svg
         assert not re.findall(r"(?:fill|stroke): #\w+", svg)
         assert "<metadata" not in svg
+
+
+def test_every_answer_has_its_causes(quick: Quick) -> None:
+    """Harmful images first; of a known one, label, truth and prediction are those that were found."""
+    causes, digits = quick.found.causes, quick.found.digits
+    cases = re.findall(r'<div class="case">.*?</div></div>', quick.page, flags=re.DOTALL)
+    assert len(cases) == len(causes.asked) == 3
+    for q, case in enumerate(cases):
+        harmful, helpful = case.split("<p>helpful</p>")
+        worst, best = int(causes.scores[q].argmin()), int(causes.scores[q].argmax())
+        assert f"says {causes.said[q]}" in harmful
+        for k, part in ((worst, harmful), (best, helpful)):
+            assert f"A handwritten {digits.true[k]}, labelled {digits.y[k]}" in part
+            assert f"{causes.scores[q, k]:+.2f}".replace("-", "−") in part
+        assert case.count("<img") == 1 + 2 * quick.found.settings.causes
+
+
+def test_a_model_without_wrong_answers_is_said_to_be_right(quick: Quick) -> None:
+    page = render(replace(quick.found, causes=replace(quick.found.causes, wrong=0)))
+    assert "It reads all 360 test digits right; here are the 3 that it is least sure of." in page
 
 
 def test_a_report_without_false_alarms_or_misses_says_so(quick: Quick) -> None:
@@ -108,6 +136,14 @@ def test_an_unknown_noise_scale_is_said_to_be_unknown(quick: Quick) -> None:
     page = render(replace(quick.found, trained=trained))
     assert "In 1 of 3 epochs the batches&#x27; estimate of |G|² was not positive" in page
     assert "<td>unknown</td>" in page
+
+
+def test_the_picture_has_answers_and_causes(quick: Quick, tmp_path: Path) -> None:
+    picture(quick.found, tmp_path / "why.svg")
+    drawn = (tmp_path / "why.svg").read_text(encoding="utf-8")
+    assert drawn.count("<image ") == 3 * (1 + 2 * 4)
+    assert f"says {quick.found.causes.said[0]}" in drawn
+    assert f"LDS {quick.found.causes.score.score:.2f}" in drawn
 
 
 def test_text_is_escaped() -> None:

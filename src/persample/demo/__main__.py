@@ -1,4 +1,4 @@
-"""``python -m persample.demo [--quick] [--out FILE] [--seed N]``."""
+"""``python -m persample.demo [--quick] [--out FILE] [--picture FILE.svg] [--seed N]``."""
 
 import sys
 

@@ -22,13 +22,16 @@ from .verify import verify
 
 def summary(findings: Findings) -> str:
     """The figures to remember."""
-    at = _at_flips(findings, "influence")
+    at, lds = _at_flips(findings, "influence"), findings.causes.score.score
     epsilon, (private, _, _) = list(findings.private_accuracy.items())[-1]
     return cards(
         [
+            (f"{lds:.2f}", "correlation (LDS) of what gradients predict and what training without some images does"),
             (f"{at:.0%}", f"of the {findings.flips} most suspicious labels are wrong; by chance {findings.chance:.0%}"),
-            (f"{private:.1%}", f"test accuracy with privacy, epsilon {epsilon:g}"),
-            (f"{findings.trained.accuracy:.1%}", "test accuracy without"),
+            (
+                f"{private:.1%}",
+                f"test accuracy with privacy, epsilon {epsilon:g}; without, {findings.trained.accuracy:.1%}",
+            ),
             ("exact" if findings.verdict.ok else "WRONG", f"largest error {findings.verdict.gradients.max_error:.0e}"),
         ]
     )

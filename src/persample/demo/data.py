@@ -26,6 +26,10 @@ class Digits:
         """Which training labels are wrong, (N,) of bool."""
         return self.y != self.true
 
+    def batch(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Training images, and the labels that they were given."""
+        return self.x[ids], self.y[ids]
+
 
 def load(test: int, share: float, seed: int) -> Digits:
     """All images, ``test`` of them kept back, and ``share`` of the other labels flipped."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from .causes import Causes
 from .data import Digits
 from .private import PrivateRun
 from .scores import Evidence, Score, precision
@@ -32,6 +33,7 @@ class Findings:
     seed: int
     digits: Digits
     trained: Trained
+    causes: Causes
     scores: dict[str, Score]
     private: list[PrivateRun]
     verdict: Verdict

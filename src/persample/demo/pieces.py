@@ -25,6 +25,11 @@ def section(ident: str, title: str, *parts: str) -> str:
     return "\n".join([f'<section id="{ident}" aria-labelledby="{ident}-title">', heading, *parts, "</section>"])
 
 
+def heading(title: str) -> str:
+    """Of the third level."""
+    return f"<h3>{escape(title)}</h3>"
+
+
 def table(caption: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """The first column names the row. Wide tables scroll by themselves, not the page."""
     head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in header)
@@ -64,14 +69,20 @@ def thumbnail(image: Tensor, alt: str, lines: Sequence[str], mark: str = "") -> 
         data, image.numpy(), cmap="gray_r", vmin=0, vmax=1, format="png", metadata={"Software": "persample"}
     )
     source = base64.b64encode(data.getvalue()).decode()
-    said = "".join(f"<span>{escape(line)}</span>" for line in lines)
+    said = "".join(f"<span>{escape(line) or '&nbsp;'}</span>" for line in lines)
     picture = f'<img src="data:image/png;base64,{source}" alt="{escape(alt)}" width="64" height="64">'
     return f'<li class="{mark}">{picture}{said}</li>'
 
 
 def gallery(title: str, thumbnails: Iterable[str]) -> str:
     """Thumbnails in as many columns as there is room for."""
-    return f'<h3>{escape(title)}</h3>\n<ol class="gallery">\n' + "\n".join(thumbnails) + "\n</ol>"
+    return f'{heading(title)}\n<ol class="gallery">\n' + "\n".join(thumbnails) + "\n</ol>"
+
+
+def strip(title: str, thumbnails: Iterable[str]) -> str:
+    """A few thumbnails under a word."""
+    items = "\n".join(thumbnails)
+    return f'<div class="strip"><p>{escape(title)}</p>\n<ol class="gallery">\n{items}\n</ol></div>'
 
 
 def cards(figures: Iterable[tuple[str, str]]) -> str:

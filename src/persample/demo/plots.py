@@ -78,6 +78,24 @@ def for_page(svg: str, name: str) -> str:
     return svg
 
 
+def predicted_and_actual(findings: Findings) -> str:
+    """Changes of losses without some training images: as gradients predict them, and as training shows them."""
+    with drawing("causes", "predicted change of a loss", "actual change") as drawn:
+        changes(drawn.axes, findings, SERIES, INK)
+        _legend(drawn.axes)
+    return drawn.svg
+
+
+def changes(axes: Axes, findings: Findings, colours: Sequence[str], ink: str) -> None:
+    """Points for all queries: without the images most harmful for each, and without random subsets."""
+    causes = findings.causes
+    axes.axline((0, 0), slope=1, color=ink, linewidth=0.8, linestyle=":")
+    random = (causes.score.predicted.flatten(), (causes.score.actual - causes.losses).flatten())
+    axes.plot(*random, "o", markersize=3, alpha=0.6, markeredgewidth=0, color=colours[1], label="random subsets")
+    chosen = (causes.without.predicted, causes.without.actual)
+    axes.plot(*chosen, "D", markersize=5, color=colours[0], label="without the most harmful")
+
+
 def norms_over_training(findings: Findings) -> str:
     """Median and middle half of the gradients' norms after every epoch, flipped labels and others."""
     norms = torch.stack([evidence.norms for evidence in findings.trained.history])

@@ -43,6 +43,14 @@ class Parts:
             self.console.print(f"{title}: {total} of {total}, {self.seconds[title]:.1f} s", highlight=False)
 
     @contextmanager
+    def timed(self, title: str) -> Iterator[None]:
+        """A part that shows by itself how far it is."""
+        start = time.perf_counter()
+        yield
+        self.seconds[title] = time.perf_counter() - start
+        self.console.print(f"{title}: {self.seconds[title]:.1f} s", highlight=False)
+
+    @contextmanager
     def _bar(self, title: str, total: int) -> Iterator[Callable[[], None]]:
         columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=self.console) as progress:

@@ -16,15 +16,23 @@ class Settings:
     # ordinary training: SGD with momentum, a cosine to zero
     epochs: int = 15
     batch: int = 64
-    lr: float = 0.05
+    lr: float = 0.02
     momentum: float = 0.9
+    weight_decay: float = 1e-3
+    # causes of wrong answers, and training without them
+    asked: int = 8  # wrong answers at most
+    causes: int = 6  # shown of each kind
+    removed: int = 10  # the most harmful, for each answer
+    subsets: int = 40  # random ones, to train without
+    dropped: float = 0.05  # share of the examples that each is without
+    workers: int = 2  # processes to train in; 0 for this one
     # private training
     epsilons: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0, 8.0)
     repeats: int = 3  # runs for each epsilon
     delta: float = 1e-5
     private_epochs: int = 25
     private_batch: int = 256
-    private_lr: float = 1.0
+    private_lr: float = 2.0
     max_norm: float = 1.0
     accountant: Literal["pld", "rdp"] = "pld"
     # what is shown, and what is checked
@@ -33,4 +41,14 @@ class Settings:
 
 
 FULL = Settings()
-QUICK = Settings(epochs=3, epsilons=(8.0,), repeats=1, private_epochs=2, accountant="rdp", checked=16)
+QUICK = Settings(
+    epochs=3,
+    asked=3,
+    subsets=4,
+    workers=0,
+    epsilons=(8.0,),
+    repeats=1,
+    private_epochs=2,
+    accountant="rdp",
+    checked=16,
+)

@@ -1,16 +1,18 @@
-"""A small CNN, and steps that look at every sample's gradient on the way."""
+"""A small CNN, steps that look at every sample's gradient on the way, and the same run without some examples."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import persample as ps
+from persample import influence as pi
 
 from .data import CLASSES, Digits
 from .noise_scale import Moments, moments
@@ -18,25 +20,31 @@ from .settings import Settings
 
 
 def build() -> nn.Module:
-    """Two convolutions with group norm, which does not mix samples as batch norm would."""
+    """Two convolutions with group norm, which does not mix samples as batch norm would; smooth, so that a run without
+    a few examples goes nearly the same way."""
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1),
         nn.GroupNorm(4, 16),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
+        nn.GELU(),
+        nn.AvgPool2d(2),
         nn.Conv2d(16, 32, 3, padding=1),
         nn.GroupNorm(4, 32),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
+        nn.GELU(),
+        nn.AvgPool2d(2),
         nn.Flatten(),
         nn.Linear(32 * 2 * 2, CLASSES),
     )
 
 
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, population: int) -> Moments:
+def losses_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """One loss per image."""
+    x, y = batch
+    return F.cross_entropy(model(x), y, reduction="none")
+
+
+def train_step(losses: Tensor, model: nn.Module, optimizer: torch.optim.Optimizer, population: int) -> Moments:
     """An ordinary step; its backward also gives the norm of every sample's gradient."""
-    losses = F.cross_entropy(model(x), y, reduction="none")
-    mean = torch.full((len(x),), 1 / len(x))
+    mean = torch.full((len(losses),), 1 / len(losses))
     norms, gradient = ps.reduce(losses, model, ps.Norms(), ps.WeightedSum(mean))
     for name, p in model.named_parameters():
         p.grad = gradient[name]
@@ -53,20 +61,53 @@ class Epoch:
     batches: list[Moments]
 
 
-def train(model: nn.Module, digits: Digits, settings: Settings, seed: int, advance: Callable[[], None]) -> list[Epoch]:
-    """Train, and keep a checkpoint of every epoch; ``advance`` is called at every step."""
-    rng = torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.SGD(model.parameters(), lr=settings.lr, momentum=settings.momentum)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings.epochs)
+def train(digits: Digits, settings: Settings, seed: int, folder: Path, advance: Callable[[], None]) -> list[Epoch]:
+    """Train, record the run in a folder, and keep a checkpoint of every epoch; ``advance`` is called at every step."""
+    model, optimizer, scheduler = start(settings, seed)
     epochs = []
-    for _ in range(settings.epochs):
-        steps = []
-        for rows in torch.randperm(len(digits.x), generator=rng).split(settings.batch):
-            steps.append(train_step(model, optimizer, digits.x[rows], digits.y[rows], len(digits.x)))
-            advance()
-        epochs.append(Epoch(deepcopy(model), optimizer.param_groups[0]["lr"], steps))
-        scheduler.step()
+    with pi.Recording(folder, model, optimizer, losses_fn) as recording:
+        for order in orders(digits, settings, seed):
+            steps = []
+            for ids in order.split(settings.batch):
+                losses = recording.losses(digits.batch(ids), ids)
+                steps.append(train_step(losses, model, optimizer, len(digits.x)))
+                advance()
+            epochs.append(Epoch(deepcopy(model), optimizer.param_groups[0]["lr"], steps))
+            scheduler.step()
     return epochs
+
+
+def train_on(kept: Tensor, digits: Digits, settings: Settings, seed: int) -> nn.Module:
+    """The same run, the same batches, but only the examples ``kept`` count."""
+    weights = torch.zeros(len(digits.x))
+    weights[kept] = 1
+    model, optimizer, scheduler = start(settings, seed)
+    for order in orders(digits, settings, seed):
+        for ids in order.split(settings.batch):
+            optimizer.zero_grad()
+            (losses_fn(model, digits.batch(ids)) * weights[ids]).mean().backward()
+            optimizer.step()
+        scheduler.step()
+    return model
+
+
+def start(
+    settings: Settings, seed: int
+) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    """A new model, which depends on the seed alone, and what trains it."""
+    torch.manual_seed(seed)
+    model = build()
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay
+    )
+    return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings.epochs)
+
+
+def orders(digits: Digits, settings: Settings, seed: int) -> Iterator[Tensor]:
+    """The order of the examples in every epoch."""
+    rng = torch.Generator().manual_seed(seed)
+    for _ in range(settings.epochs):
+        yield torch.randperm(len(digits.x), generator=rng)
 
 
 @torch.no_grad()
