@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from math import sqrt
 from typing import Any, Literal
 
@@ -62,6 +63,15 @@ def _of_samples(losses: Tensor, over: Over) -> Tensor:
     """(B, T…) -> (B,)."""
     each = losses.reshape(len(losses), -1)
     return each.sum(1) if over == "sum" else each.sum(1) / sqrt(max(each.shape[1], 1))
+
+
+def drawing(sample_losses_fn: Callable[..., Tensor], batch: int, seed: int = 0) -> LossesFn:
+    """With a generator of its own for every batch, where the function takes one."""
+    try:
+        signature(sample_losses_fn).bind(None, None, None)
+    except TypeError:
+        return sample_losses_fn
+    return lambda model, given: sample_losses_fn(model, given, generator_of(seed, batch))
 
 
 def generator_of(seed: int, batch: int, draw: int = 0) -> torch.Generator:
