@@ -138,7 +138,8 @@ class Builder:
             chunk = number // size
             if finished is not None and chunk >= len(finished):
                 raise MismatchError(
-                    "the loader has more batches than the folder was built from: choose another folder, or remove this one"
+                    "the loader has more batches than the folder was built from: choose another folder, or "
+                    "remove this one"
                 )
             if chunk not in lacking:
                 lacking[chunk] = chunk % self.team.size == self.team.rank and not self._is_there(checkpoint, chunk)

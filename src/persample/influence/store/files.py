@@ -84,7 +84,9 @@ def locked(folder: Path) -> Iterator[None]:
             fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise StorageError(
-                errno.EAGAIN, "another process is building this index: wait for it, then make the same call", str(folder)
+                errno.EAGAIN,
+                "another process is building this index: wait for it, then make the same call",
+                str(folder),
             ) from error
         except OSError:  # a file system without locks
             pass
