@@ -1,1 +1,1 @@
-"""`make bench-influence`: how well influence predicts retraining, beside other libraries; what it costs; how it grows."""
+"""`make bench-influence`: how well influence predicts retraining, beside other libraries; costs; growth."""

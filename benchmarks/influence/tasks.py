@@ -1,4 +1,4 @@
-"""What is retrained: four small models on scikit-learn's digits, each trained many times at once on subsets of the data."""
+"""What is retrained: four small models on scikit-learn's digits, many of each at once, on subsets of the data."""
 
 from __future__ import annotations
 

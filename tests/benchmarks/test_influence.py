@@ -48,7 +48,7 @@ def tiny(name: str) -> Retrained:
     return Retrained(train, queries, task.model(0).eval(), task.decay, halves, torch.randn(5, 4))
 
 
-@pytest.mark.parametrize("name", ["logistic", "gpt"])
+@pytest.mark.parametrize("name", ["logistic", pytest.param("gpt", marks=pytest.mark.slow)])
 def test_every_method_gives_scores(name: str) -> None:
     run = tiny(name)
     for title, method in ours.methods_of(name).items():

@@ -126,7 +126,7 @@ class Search:
         ends = torch.cat([firsts[1:], torch.tensor([len(chunk)])])
         found = []
         for first, end in zip(firsts[samples].tolist(), ends[samples].tolist(), strict=True):
-            row = sum(rows.sum(0) for _, rows in chunk.rows(self.max_memory, range(first, end)))
+            row = torch.stack([rows.sum(0) for _, rows in chunk.rows(self.max_memory, range(first, end))]).sum(0)
             found.append(row if self.columns is None else row[self.columns])
         return torch.stack(found)
 

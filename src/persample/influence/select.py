@@ -168,7 +168,9 @@ def _of_active(gram: Tensor, goal: Tensor, weights: Tensor, active: Tensor) -> T
 def _solved(gram: Tensor, goal: Tensor) -> Tensor:
     """Of atoms that may be copies of each other: a little more on the diagonal."""
     ridge = 1e-12 * gram.diagonal().sum()
-    return torch.linalg.solve(gram + ridge * torch.eye(len(gram), dtype=gram.dtype, device=gram.device), goal)
+    system = gram + ridge * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    solved: Tensor = torch.linalg.solve(system, goal)
+    return solved
 
 
 def _self_influence(source: Tensor) -> Tensor:

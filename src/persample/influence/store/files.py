@@ -14,10 +14,9 @@ from torch import Tensor
 
 from .errors import StorageError
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+fcntl: Any = None
+with suppress(ImportError):  # on Windows
+    fcntl = import_module("fcntl")
 
 SCRATCH = ".writing"  # how files end that a process was writing when it was ended
 
