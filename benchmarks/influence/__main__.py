@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found: dict[str, Any] = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "costs": lambda: costs_first(args.workloads),
-        "lds": lambda: {"rows": [accuracy.measured(name) for name in args.tasks], "versions": accuracy.versions()},
+        "lds": lambda: {"rows": accuracy.all_measured(args.tasks), "versions": accuracy.versions()},
         "replay": lambda: {"rows": runs.replayed()},
         "growth": growth.measured,
     }

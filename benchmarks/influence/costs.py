@@ -19,7 +19,7 @@ from ..processes import forked
 from ..workloads import WORKLOADS, Task
 
 COSTLY = ("mlp", "resnet", "gpt")
-BATCHES, WARM_UP, REPEATS = 12, 3, 5
+BATCHES, WARM_UP, REPEATS = 9, 2, 4
 CHUNK = 2**24
 SKETCH = pi.Blocks(16, 16, seed=0)
 

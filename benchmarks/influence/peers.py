@@ -27,6 +27,7 @@ from .retrained import Retrained
 from .tasks import output_losses_fn
 
 DIM = 2048  # of TRAK's projections, as its guide has it
+LARGEST_QUICK = 5000
 LARGEST_EXPLICIT = 3000  # parameters of a Hessian that is written out
 CG_ROWS = 25  # queries that dattri's conjugate gradients are given at a time
 
@@ -216,5 +217,8 @@ PEERS: dict[str, tuple[Peer, tuple[float | None, ...]]] = {
 
 
 def peers_of(size: int) -> dict[str, tuple[Peer, tuple[float | None, ...]]]:
-    """Those that a model of so many parameters has time for."""
-    return {name: peer for name, peer in PEERS.items() if size <= LARGEST_EXPLICIT or "explicit" not in name}
+    """Those that a model of so many parameters has time for; dattri's CG takes minutes for each damping of the GPT."""
+    found = {name: peer for name, peer in PEERS.items() if size <= LARGEST_EXPLICIT or "explicit" not in name}
+    if size > LARGEST_QUICK:
+        found["dattri, CG on the Hessian"] = dattri_cg, LARGE[1:]
+    return found

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +12,6 @@ from persample.influence.lds import bootstrap, spearman
 from .tasks import EXAMPLES, TASKS, Batch, losses_fn, train_many
 
 HALVES, SEEDS = 60, 4
-WORKERS = 2
 CHECKPOINT = 2000  # the seed of the one model that every method sees
 
 
@@ -50,23 +47,15 @@ def some_halves(count: int, seed: int) -> Tensor:
     return torch.stack([torch.randperm(EXAMPLES, generator=generator)[: EXAMPLES // 2] for _ in range(count)])
 
 
-def losses_of_halves(name: str, halves: int, seed: int, number: int) -> list[list[float]]:
-    """In a process of its own: the queries' losses of one model for every half, (halves, queries)."""
-    torch.set_num_threads(1)
-    task = TASKS[name]
-    train, queries = split(task.data(), task.queries, seed)
-    models = train_many(task, train, some_halves(halves, seed), [1000 * (number + 1) + j for j in range(halves)])
-    with torch.no_grad():
-        return [losses_fn(model, queries).tolist() for model in models]
-
-
 def retrain(name: str, halves: int = HALVES, seeds: int = SEEDS, seed: int = 0) -> Retrained:
-    """All retrainings of a task, in two processes of one thread each."""
+    """All retrainings of a task."""
     task = TASKS[name]
     train, queries = split(task.data(), task.queries, seed)
-    with ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn")) as pool:
-        waiting = [pool.submit(losses_of_halves, name, halves, seed, number) for number in range(seeds)]
-        (model,) = train_many(task, train, torch.arange(EXAMPLES).unsqueeze(0), [CHECKPOINT])
-        outcomes = torch.tensor([w.result() for w in waiting], dtype=torch.float64).mean(0)
-    masks = torch.zeros(halves, EXAMPLES).scatter_(1, some_halves(halves, seed), 1.0)
-    return Retrained(train, queries, model, task.decay, masks, outcomes)
+    places, outcomes = some_halves(halves, seed), torch.zeros(halves, task.queries, dtype=torch.float64)
+    for number in range(seeds):
+        models = train_many(task, train, places, [1000 * (number + 1) + j for j in range(halves)])
+        with torch.no_grad():
+            outcomes += torch.stack([losses_fn(model, queries) for model in models])
+    (model,) = train_many(task, train, torch.arange(EXAMPLES).unsqueeze(0), [CHECKPOINT])
+    masks = torch.zeros(halves, EXAMPLES).scatter_(1, places, 1.0)
+    return Retrained(train, queries, model, task.decay, masks, outcomes / seeds)

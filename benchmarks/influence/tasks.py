@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -105,6 +104,11 @@ def pixel_texts() -> Batch:
 SHADES = 9
 
 
+def logistic() -> nn.Module:
+    """In a container, as some libraries look for layers inside of the model alone."""
+    return nn.Sequential(nn.Linear(64, 10))
+
+
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
 
@@ -130,7 +134,7 @@ def cnn_by_patches(p: Params, x: Tensor) -> Tensor:
 TASKS = {
     task.name: task
     for task in [
-        Task("logistic", "logistic regression", partial(nn.Linear, 64, 10), digits),
+        Task("logistic", "logistic regression", logistic, digits),
         Task("mlp", "MLP 64-32-10", mlp, digits),
         Task("cnn", "CNN, two convolutions", cnn, images, forward=cnn_by_patches),
         Task("gpt", "GPT, two blocks of width 16", gpt, pixel_texts, decay=1e-3, batch=32, queries=50),

@@ -324,3 +324,21 @@ def test_diverse_selection_is_the_best_with_weights_of_at_least_zero() -> None:
         assert some.weights is not None
         assert bool((some.weights >= 0).all())
         assert float((target - some.weights @ rows[some.ids].double()).norm()) <= want + 1e-9
+
+
+def test_exports_for_other_tools(tmp_path: Path) -> None:
+    parquet, faiss = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("faiss")
+    index = index_of(tmp_path / "i").build(
+        DATA, chunk_bytes=CHUNK["float32"], ids_fn=lambda b: (b[0][:, 0] * 1e6).long()
+    )
+    want, vectors = index.scores(QUERY), index.vectors(QUERY)
+    index.export("parquet", tmp_path / "rows.parquet")
+    table = parquet.read_table(tmp_path / "rows.parquet")
+    rows = torch.tensor(table["row"].to_pylist())
+    assert torch.allclose(vectors @ rows.t(), want, atol=1e-5)
+    assert table["ids"].to_pylist() == index.ids().tolist()
+    index.export("faiss", tmp_path / "rows.faiss")
+    found, ids = faiss.read_index(str(tmp_path / "rows.faiss")).search(vectors.numpy(), 3)
+    hits = index.query(QUERY, k=3)
+    assert np.allclose(found, hits.scores.numpy(), atol=1e-5)
+    assert ids.tolist() == hits.ids.tolist()
