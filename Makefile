@@ -4,6 +4,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PEERS := .venv-peers
 PEERS_STAMP := $(PEERS)/.installed
+INFLUENCE := .venv-influence
+INFLUENCE_STAMP := $(INFLUENCE)/.installed
 RESULTS := build/benchmarks
 # One torch thread per worker: the workers are the parallelism.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
@@ -28,7 +30,7 @@ help:
 	@echo "make bench-docs                   these three, and the figures in docs/ made from them"
 	@echo "make bench-launches               launches and waits of a step, as an accelerator would see them (1 minute)"
 	@echo "make bench-sensitivity            how far one sample moves a private sum, over its bound (4 minutes)"
-	@echo "make bench-influence              how well influence predicts retraining, and what fitting costs (5 minutes)"
+	@echo "make bench-influence              how well influence predicts retraining, beside others; costs; growth (15 minutes)"
 	@echo "make bench-several                several losses per sample (1 minute)"
 	@echo "make bench-monitor                what ps.Monitor adds to a training loop (5 minutes)"
 	@echo "make docs      the site of docs/, into build/site"
@@ -116,9 +118,17 @@ bench-launches: $(STAMP)
 	$(BIN)/python -m benchmarks.launches --json docs/benchmarks/launches.json
 	$(BIN)/python -m benchmarks.tables docs/benchmarks.md
 
-bench-influence: $(STAMP)
-	$(BIN)/python -m benchmarks.influence --json $(RESULTS)/influence.json
-	$(BIN)/python -m benchmarks.influence --cost --json $(RESULTS)/influence-cost.json
+$(INFLUENCE_STAMP): pyproject.toml constraints.txt benchmarks/influence-peers.txt
+	@echo "installing into $(INFLUENCE) (a few minutes the first time)"
+	$(PYTHON) -m venv $(INFLUENCE)
+	$(INFLUENCE)/bin/python -m pip install --quiet -c constraints.txt -e '.[bench,influence]' scikit-learn
+	$(INFLUENCE)/bin/python -m pip install --quiet --no-deps -r benchmarks/influence-peers.txt
+	@touch $@
+
+# Beside dattri, kronfluence and traker. PARTS="lds growth" measures some parts again and leaves the others as they are.
+bench-influence: $(INFLUENCE_STAMP)
+	OMP_NUM_THREADS=1 $(INFLUENCE)/bin/python -m benchmarks.influence $(if $(PARTS),--only $(PARTS)) \
+		--json docs/benchmarks/influence.json --page docs/influence-benchmarks.md --images docs/images
 
 bench-expanded: $(STAMP)
 	$(BIN)/python -m benchmarks.expanded
@@ -147,5 +157,5 @@ docs: $(STAMP)
 	@echo "build/site/index.html"
 
 clean:
-	rm -rf $(VENV) $(PEERS) .venv-torch-* build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(PEERS) $(INFLUENCE) .venv-torch-* build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -6,7 +6,7 @@ import ctypes
 import gc
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -46,6 +46,15 @@ def step_bytes(method: Method, workload: Workload) -> dict[str, int]:
     del kept
     contender.clear()
     return {"activations": max(0, held - before), "above": max(0, peak - held)}
+
+
+def risen(work: Callable[[], object]) -> int:
+    """How far resident memory rises at most while something is done."""
+    gc.collect()
+    _forget_peak()
+    before = _resident()
+    work()
+    return max(0, _peak() - before)
 
 
 def _return_freed_memory() -> None:

@@ -200,3 +200,27 @@ def test_bad_input() -> None:
     turned.register_parameter("phase", nn.Parameter(torch.ones(2, dtype=torch.complex64)))
     with pytest.raises(TypeError, match="complex"):
         pi.fit(pi.KFAC(), turned, losses_fn, data)
+
+
+class Attention(nn.Module):
+    """Fused attention, whose derivative has no derivative of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(4, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unsqueeze(1).chunk(3, -1)
+        return F.scaled_dot_product_attention(q, k, v).squeeze(1).mean(1)
+
+
+@pytest.mark.parametrize("kind", ["newton", "hessian"])
+def test_attention_is_differentiated_twice(kind: str) -> None:
+    torch.manual_seed(0)
+    model, data = Attention(), [(torch.randn(5, 3, 4), torch.randint(4, (5,))) for _ in range(2)]
+    losses = lambda z, b: F.cross_entropy(z, b[1], reduction="none")  # noqa: E731
+    outputs = lambda m, b: m(b[0])  # noqa: E731
+    product = pi.GaussNewton(outputs, losses) if kind == "newton" else pi.Hessian()
+    found = pi.exact(model, lambda m, b: losses(m(b[0]), b), data, data[0], product=product, damping=1.0)
+    assert found.shape == (5, 10)
+    assert bool(found.isfinite().all())

@@ -271,7 +271,7 @@ def test_bad_losses_and_arguments(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"shape \(B,\), or \(B, T\) for one per token, not \(\)"):
         pi.Index(tmp_path, model, lambda m, b: losses_fn(m, b).mean()).build(DATA)
     bad = [(DATA[0][0].clone().index_fill_(0, torch.tensor([1]), torch.nan), DATA[0][1])]
-    with pytest.raises(ValueError, match=r"samples \[1\] of batch 0 have gradients that are infinite or NaN"):
+    with pytest.raises(ValueError, match=r"samples \[1\] of batch 0 have losses or gradients that are infinite or NaN"):
         pi.Index(tmp_path / "nan", model, losses_fn).build(bad)
     with pytest.raises(ValueError, match="dtype must be one of 'float32', 'float16', 'int8'"):
         index_of(tmp_path, "float8")

@@ -12,11 +12,14 @@ from torch import Tensor, nn
 
 import persample as ps
 from persample import influence as pi
+from persample.factors.stacks import real_rows
 from tests.case_library.registry import Case
 from tests.cases import CASES, warnings_of
 from tests.reference import definition, named
+from tests.zoo import ENTRIES, FAST, Entry
 
 SKETCHES = [pi.Blocks(2, 3, seed=1), pi.Blocks(None, 2), pi.Blocks(None, None), pi.Sparse(3, 2), pi.Masked(3)]
+EXACT = pi.Blocks(None, None)
 SOME = [case for case in CASES if not case.interacts and case.dtype == torch.float64][::12]
 
 
@@ -28,14 +31,31 @@ def _graphs_that_can_be_kept() -> Iterator[None]:
 
 
 def check(losses: Any, params: Any, sketch: pi.Sketch, rtol: float) -> None:
+    """Sketches, and their inner products over all parameters, against those of gradients by autograd."""
     (got,) = ps.reduce(losses(), params, pi.Sketched(sketch))
     want = definition(losses(), params)
-    sizes = [float(g.abs().max()) for g in want.values() if g.numel()]  # a sketch may be zero but for rounding
-    largest = max([1e-30, *sizes])
+    expected = {name: sketch.of_stack(name, p, want[name]) for name, p in named(params).items()}
+    rows, stacks = (_line(blocks) for blocks in (got, expected))
+    gradients = _line(want)
+    largest = max(1e-30, float(gradients.norm(dim=1).max()) if len(gradients) else 0.0)
+    close = (
+        50 * rtol * largest
+    )  # a sketch may be zero but for rounding, so that all is relative to the largest gradient
     for name, p in named(params).items():
-        expected = sketch.of_stack(name, p, want[name])
         assert got[name].shape == (len(want[name]), *sketch.block(p))
-        assert float((got[name] - expected).abs().sum()) <= 1e3 * rtol * largest
+        assert _largest(got[name].double() - expected[name].double()) <= close
+    assert _largest(rows @ rows.t() - stacks @ stacks.t()) <= 50 * close * max(largest, _largest(stacks))
+    if sketch == EXACT:
+        assert _largest(rows @ rows.t() - gradients @ gradients.t()) <= close * largest
+
+
+def _line(blocks: dict[str, Tensor]) -> Tensor:
+    """(B, D) in float64."""
+    return torch.cat([real_rows(block).double() for block in blocks.values()], 1)
+
+
+def _largest(t: Tensor) -> float:
+    return float(t.abs().max()) if t.numel() else 0.0
 
 
 @pytest.mark.parametrize("case", SOME, ids=str)
@@ -48,12 +68,24 @@ def test_sketches_of_cases_are_those_of_autograd(case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [c for c in CASES if not c.interacts and c.dtype == torch.float64], ids=str)
-def test_blocks_of_every_case(case: Case) -> None:
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_case(case: Case) -> None:
     for B in case.batches:
         params, losses = case.build(B)
         with warnings_of(case):
-            check(losses, params, SKETCHES[0], case.rtol)
+            for sketch in (SKETCHES[0], EXACT):
+                check(losses, params, sketch, case.rtol)
+
+
+@pytest.mark.filterwarnings("ignore::persample.PerformanceWarning")
+@pytest.mark.parametrize(
+    "entry",
+    [pytest.param(e, id=e.name, marks=[] if e.name in FAST[:2] else [pytest.mark.slow]) for e in ENTRIES],
+)
+def test_every_model_of_the_zoo(entry: Entry) -> None:
+    model, losses = entry.build()
+    for sketch in (pi.Blocks(4, 4, seed=1), EXACT):
+        check(losses, model, sketch, entry.rtol)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from os import PathLike, fspath
 from typing import Any
@@ -41,23 +42,41 @@ class Builder:
     def build(self) -> None:
         """Begin an index or go on with it, and finish it."""
         loaders.check_order(self.loader)
-        with self.team.together():
-            if self.team.rank == 0:
-                self._begin_or_check()
-        chunks = 0
-        with self.team.together():
-            for number, checkpoint in enumerate(self.checkpoints):
-                with self.subject.at(checkpoint):
-                    chunks = self._missing_chunks(number)
-        chunks = self.team.largest(chunks)
-        with self.team.together():
-            if self.team.rank == 0:
-                self._finish(chunks)
+        with ExitStack() as held:
+            with self.team.together():
+                if self.team.rank == 0:
+                    held.enter_context(self.folder.locked())
+                    self._begin_or_check()
+            batches = 0
+            with self.team.together():
+                for number, checkpoint in enumerate(self.checkpoints):
+                    with self.subject.at(checkpoint):
+                        batches = self._missing_chunks(number)
+            batches = self.team.largest(batches)
+            with self.team.together():
+                if self.team.rank == 0:
+                    self._finish(batches)
 
-    def _finish(self, chunks: int) -> None:
-        counts = [self.folder.open(0, number).told["samples"] for number in range(chunks)]
+    def _finish(self, batches: int) -> None:
+        size = self.folder.plan.batches_per_chunk
+        self._check_end(batches)
+        counts = [self.folder.open(0, number).told["samples"] for number in range(-(-batches // size))]
         if self.folder.noted("samples") != counts:
             self.folder.note(samples=counts)
+
+    def _check_end(self, batches: int) -> None:
+        """Do chunks that were there before end where the loader does? One without a length says so only now."""
+        size = self.folder.plan.batches_per_chunk
+        full, rest = divmod(batches, size)
+        for checkpoint in range(len(self.checkpoints)):
+            beyond = self.folder.has(checkpoint, full + bool(rest))
+            last = full if rest else full - 1
+            stored = last * size + len(self.folder.open(checkpoint, last).told["data"])
+            if beyond or stored != batches:
+                raise MismatchError(
+                    f"the loader has {batches} batches now, and the folder holds {'more' if beyond else stored}: "
+                    f"choose another folder, or remove this one"
+                )
 
     # The plan.
 
@@ -96,7 +115,7 @@ class Builder:
     def _compare(self, first: Rows) -> None:
         """Other losses of the same model and data show in the first batch."""
         now, count = first.line, len(first.line)
-        stored = torch.cat([rows for _, rows in self.folder.open(0, 0).rows(2**62)])[:count]
+        stored = self.folder.open(0, 0).first(count)
         coarse = {"float32": 0.0, "float16": 1e-3, "int8": 1e-2}[self.dtype]
         if stored.shape != now.shape or float((stored - now).norm()) > (_NEAR + coarse) * float(now.norm()) + 1e-12:
             raise MismatchError(
@@ -108,15 +127,20 @@ class Builder:
     # The work.
 
     def _missing_chunks(self, checkpoint: int) -> int:
-        """Make what is missing and this rank's; the number of chunks there are to be."""
+        """Make what is missing and this rank's; the number of batches there are."""
         size, total = self.folder.plan.batches_per_chunk, loaders.length(self.loader)
         lacking: dict[int, bool] = {}
-        seen = 0
+        seen, finished = 0, self.folder.noted("samples")
 
         def mine(number: int) -> bool:
             nonlocal seen
             seen = max(seen, number + 1)
             chunk = number // size
+            if finished is not None and chunk >= len(finished):
+                raise MismatchError(
+                    "the loader has more batches than the folder was built from: choose another folder, or "
+                    "remove this one"
+                )
             if chunk not in lacking:
                 lacking[chunk] = chunk % self.team.size == self.team.rank and not self._is_there(checkpoint, chunk)
             return lacking[chunk]
@@ -128,7 +152,7 @@ class Builder:
                 making.add(number, batch)
                 bar.advance(making.last)
             making.write()
-        return -(-seen // size)
+        return seen
 
     def _is_there(self, checkpoint: int, chunk: int) -> bool:
         if not self.folder.has(checkpoint, chunk):
@@ -144,7 +168,13 @@ class Builder:
         """(B,): what ``ids_fn`` says, or places in the chunk."""
         if self.ids_fn is None:
             return torch.arange(before, before + count)
-        ids = torch.as_tensor(self.ids_fn(batch), dtype=torch.int64, device="cpu").reshape(-1)
+        try:
+            ids = torch.as_tensor(self.ids_fn(batch), device="cpu").reshape(-1)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"ids_fn must return whole numbers, one for each sample: {error}") from error
+        if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+            raise TypeError(f"ids_fn must return whole numbers, one for each sample, not {ids.dtype}")
+        ids = ids.to(torch.int64)
         if len(ids) != count:
             raise ValueError(f"ids_fn returned {len(ids)} ids for a batch of {count} samples")
         return ids
@@ -181,12 +211,13 @@ class _Making:
         if (rows.losses.ndim == 2) != plan.per_token:
             raise ValueError(f"losses_fn returned {rows.losses.ndim} dims, and another number for the first batch")
         ids = self.builder.ids_of(batch, count, self.samples)
-        norms = line.norm(dim=1)
-        if not bool(torch.isfinite(norms).all()):
+        norms, losses = line.norm(dim=1), rows.losses.flatten().to("cpu", torch.float32)
+        bad = ~(torch.isfinite(norms) & torch.isfinite(losses))
+        if bool(bad.any()):
             per_row = rows.losses.shape[1] if plan.per_token else 1
-            wrong = sorted({row // per_row for row in (~torch.isfinite(norms)).nonzero().flatten().tolist()})
+            wrong = sorted({row // per_row for row in bad.nonzero().flatten().tolist()})
             raise ValueError(
-                f"samples {wrong[:8]} of batch {_number_of(self)} have gradients that are "
+                f"samples {wrong[:8]} of batch {_number_of(self)} have losses or gradients that are "
                 f"infinite or NaN: leave them out of "
                 f"the data, or give them a loss of zero by torch.where in losses_fn"
             )
@@ -196,7 +227,6 @@ class _Making:
             sample_norms = line.view(count, length, -1).sum(1).norm(dim=1)
             ids, tokens = ids.repeat_interleave(length), torch.arange(length, dtype=torch.int32).repeat(count)
         codes, scales = plan.encoding.encode(line)
-        losses = rows.losses.flatten().to("cpu", torch.float32)
         return Chunk(codes, scales, ids, norms, losses, tokens, sample_norms)
 
     def write(self) -> None:

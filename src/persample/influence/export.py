@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .store import Folder, OpenChunk
-from .store.files import make_folder
+from .store.files import make_folder, replace_whole
 
 
 def export(folder: Folder, format: str, path: Path, max_memory: int) -> None:
@@ -62,16 +62,20 @@ def _to_npy(folder: Folder, path: Path, max_memory: int) -> None:
     numpy = import_module("numpy")
     rows = sum(len(chunk) for chunk in _chunks(folder))
     width = sum(folder.plan.encoding.widths) * len(folder.plan.checkpoints)
-    out = numpy.lib.format.open_memmap(path, mode="w+", dtype="float32", shape=(rows, width))
     facts: dict[str, list[Tensor]] = {}
-    start = 0
-    for piece, told in pieces(folder, max_memory):
-        out[start : start + len(piece)] = piece.numpy()
-        start += len(piece)
-        for name in ("ids", "tokens"):
-            if name in told:
-                facts.setdefault(name, []).append(told[name])
-    out.flush()
+
+    def write(scratch: Path) -> None:
+        """Row after row: a file that is mapped into memory ends the process when the disk is full."""
+        header = {"descr": "<f4", "fortran_order": False, "shape": (rows, width)}
+        with scratch.open("wb") as file:
+            numpy.lib.format.write_array_header_1_0(file, header)
+            for piece, told in pieces(folder, max_memory):
+                file.write(piece.contiguous().numpy().astype("<f4", copy=False).data)
+                for name in ("ids", "tokens"):
+                    if name in told:
+                        facts.setdefault(name, []).append(told[name])
+
+    replace_whole(path, write)
     for name, parts in facts.items():
         numpy.save(path.with_suffix(f".{name}.npy"), torch.cat(parts).numpy())
 

@@ -209,7 +209,7 @@ class _ValuesAndMean(Reduction):
     def start(self, call: Call) -> None:
         self._call, self._sums = call, dict[str, Tensor]()
         self._values = call.zeros(call.batch)
-        self._weights = torch.full((call.batch,), 1 / call.batch, device=call.device)
+        self._weights = torch.full_like(self._values, 1 / call.batch)
 
     def add(self, name: str, factor: Factor) -> None:
         space = self._call.space

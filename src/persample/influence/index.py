@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from operator import index
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -14,15 +15,15 @@ from torch import Tensor, nn
 from . import loaders, search
 from .build import CHUNK_BYTES, Builder, IdsFn
 from .checking import Check, Error, check, errors_of_dtypes
-from .curvature.base import Curvature, Fitted, load
+from .curvature.base import Curvature, Fitted, check_damping, load
 from .export import by_sample, export
 from .progress import progress as shown
-from .sampling import SampleLossesFn, drawn_for
+from .sampling import drawing
 from .search import Hits, Order, Search
 from .sketches import Blocks, Sketch, sketch_of
 from .store import DamagedError, Dtype, Encoding, Folder, MismatchError
-from .store.files import safetensors, write_tensors
-from .store.fingerprints import of_batch
+from .store.files import forget, safetensors, write_tensors
+from .store.fingerprints import of_batch, of_tensors
 from .subject import Checkpoint, LossesFn, Subject
 from .team import Team
 
@@ -113,22 +114,22 @@ class Index:
         loader: Any = None,
         *,
         damping: float | None = None,
-        sample_losses_fn: LossesFn | SampleLossesFn | None = None,
+        sample_losses_fn: Callable[..., Tensor] | None = None,
         progress: bool | None = None,
     ) -> Index:
         """Put the inverse of a curvature between the gradients; None takes it away again.
 
         The stored gradients are gone through, or, if the curvature asks for sampled labels, the ``loader``: then
-        ``sample_losses_fn(model, batch)``, or one of three arguments as `categorical` makes it, returns the losses with
-        labels drawn from the model.
+        ``sample_losses_fn(model, batch, generator)`` returns the losses with labels drawn from the model, as
+        `categorical` makes it. It may do without the generator, and draw as ``losses_fn`` does.
         """
+        check_damping(damping)
         team = Team()
         if curvature is None:
-            self._fitted = None
-            with team.together():
-                if team.rank == 0:
-                    self.folder.note(curvature=None)
+            self._keep(team, None)
             return self
+        if not isinstance(curvature, Curvature):
+            raise TypeError(f"curvature must be one such as pi.Shampoo(), or None, not {type(curvature).__name__}")
         sampled = curvature.labels == "sampled"
         if sampled and (loader is None or sample_losses_fn is None):
             raise ValueError(
@@ -136,7 +137,7 @@ class Index:
                 "which returns losses with labels "
                 "drawn from the model; or use labels='given'"
             )
-        settings = []
+        every = []
         for number, checkpoint in enumerate(self._states()):
             own = deepcopy(curvature)
             own.start(self.folder.plan.blocks)
@@ -149,16 +150,28 @@ class Index:
                     self._add_stored(own, number, team)
                 team.add_up(own.sums())
                 own.end_pass()
-            fitted = own.fitted(damping)
-            settings.append(fitted.settings())
-            with team.together():
-                if team.rank == 0:
-                    write_tensors(self._curvature_file(number), _cpu(fitted.tensors()), self.folder.plan.name)
-        with team.together():
-            if team.rank == 0:
-                self.folder.note(curvature=settings)
-        self._fitted = None
+            every.append(own.fitted(damping))
+        self._keep(team, every)
         return self
+
+    def _keep(self, team: Team, every: Sequence[Fitted] | None) -> None:
+        """Write the curvatures under names of their own, then say which count: the ones before do until then."""
+        self._fitted = None
+        with team.together():
+            if team.rank != 0:
+                return
+            told = [self._write_curvature(number, fitted) for number, fitted in enumerate(every or ())]
+            self.folder.note(curvature=told or None)
+            kept = {one["file"] for one in told}
+            for path in self.folder.path.glob("curvature-*.safetensors"):
+                if path.name not in kept:
+                    forget(path)
+
+    def _write_curvature(self, number: int, fitted: Fitted) -> dict[str, Any]:
+        tensors = _cpu(fitted.tensors())
+        file = f"curvature-{number:02d}-{of_tensors(tensors)[:12]}.safetensors"
+        write_tensors(self.folder.path / file, tensors, self.folder.plan.name)
+        return {"file": file, **fitted.settings()}
 
     def _add_stored(self, curvature: Curvature, checkpoint: int, team: Team) -> None:
         for number in range(team.rank, len(self.folder.samples), team.size):
@@ -170,12 +183,9 @@ class Index:
         mine: Callable[[int], bool] = lambda number: number % team.size == team.rank  # noqa: E731
         with shown("fit", loaders.length(loader), show, first=team.rank == 0) as bar:
             for number, batch in loaders.batches(loader, mine):
-                rows = self.subject.rows(batch, seed=number + 1, losses_fn=drawn_for(fn, number))
+                rows = self.subject.rows(batch, seed=number + 1, losses_fn=drawing(fn, number))
                 curvature.add(rows.blocks)
                 bar.advance(len(rows.losses))
-
-    def _curvature_file(self, checkpoint: int) -> Path:
-        return self.folder.path / f"curvature-{checkpoint:02d}.safetensors"
 
     def fitted(self) -> list[Fitted] | None:
         """The curvature of every checkpoint; None without one."""
@@ -183,10 +193,9 @@ class Index:
         if settings is None:
             return None
         if self._fitted is None:
-            files = [self._curvature_file(number) for number in range(len(settings))]
             try:
-                each = [load(safetensors().load_file(path), told) for path, told in zip(files, settings, strict=True)]
-            except (safetensors("safetensors").SafetensorError, OSError) as error:
+                each = [load(safetensors().load_file(self.folder.path / told["file"]), told) for told in settings]
+            except (safetensors("safetensors").SafetensorError, OSError, LookupError) as error:
                 raise DamagedError(
                     f"the curvature of {self.folder.path} cannot be read ({error}): call index.fit again"
                 ) from error
@@ -218,8 +227,9 @@ class Index:
             parameters: names of those that count, if not all do.
             max_memory: bytes for rows that are read.
         """
-        if not isinstance(k, int) or k < 1:
+        if isinstance(k, bool) or not isinstance(k, SupportsIndex) or index(k) < 1:
             raise ValueError(f"k must be a positive integer, not {k!r}")
+        k = index(k)
         if order not in ("helpful", "harmful"):
             raise ValueError(f"order must be 'helpful' or 'harmful', not {order!r}")
         found = self._search(batch, normalise, per, parameters, max_memory)
@@ -227,15 +237,10 @@ class Index:
         if per != "parameter":
             return Hits(ids, scores, tokens)
         names = list(self.folder.plan.blocks) if parameters is None else list(parameters)
-        return Hits(ids, scores, tokens, {name: self._share(found, name, places) for name in names})
-
-    def _share(self, found: Search, name: str, places: Tensor) -> Tensor:
-        """(Q, k): what one parameter adds to the scores at some places of the index."""
-        columns = self._columns([name])
-        within = columns if found.columns is None else torch.isin(found.columns, columns).nonzero().flatten()
-        queries = [queries[:, within] for queries in found.queries]
-        part = Search(found.folder, queries, columns, False, found.by_sample, found.max_memory)
-        return search.every(part.parts()).scores.gather(1, places)
+        columns = {name: self._columns([name]) for name in names}
+        if found.columns is not None:
+            columns = {n: torch.isin(found.columns, c).nonzero().flatten() for n, c in columns.items()}
+        return Hits(ids, scores, tokens, found.shares(places, columns))
 
     def scores(
         self,
@@ -310,7 +315,7 @@ class Index:
                 blocks = {name: block.to("cpu", torch.float32) for name, block in rows.blocks.items()}
                 applied = curvature.apply(blocks)
                 rows = type(rows)({name: applied[name] for name in blocks}, rows.losses)
-            found.append(rows.line)
+            found.append(_finite(rows.line))
         return found
 
     def _states(self) -> Sequence[Checkpoint]:
@@ -380,6 +385,13 @@ class Index:
         """Write all rows for other tools, as "npy", "parquet" or "faiss"; scores are inner products with `vectors`."""
         self._check_settings()
         export(self.folder, format, Path(path), max_memory)
+
+
+def _finite(queries: Tensor) -> Tensor:
+    wrong = (~torch.isfinite(queries).all(1)).nonzero().flatten().tolist()
+    if wrong:
+        raise ValueError(f"queries {wrong[:8]} have gradients that are infinite or NaN: leave them out of the batch")
+    return queries
 
 
 def _cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

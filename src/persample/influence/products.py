@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..shortcuts import dot
 from ..verbs import reduce
 from .sampling import LossesFn, OutputsFn, SampleLossesFn, generator_of
+from .twice import differentiable_twice
 from .vectors import WeightedSums, joined, parted
 
 
@@ -81,7 +82,9 @@ class Hessian(Product):
         vectors: Tensor,
     ) -> Tensor:
         leaves = list(params.values())
-        gradients = torch.autograd.grad(losses_fn(model, batch).sum(), leaves, create_graph=True, allow_unused=True)
+        with differentiable_twice():
+            losses = losses_fn(model, batch).sum()
+        gradients = torch.autograd.grad(losses, leaves, create_graph=True, allow_unused=True)
         return _of_each(lambda v: _pulled(gradients, leaves, v), params, vectors)
 
 
@@ -108,7 +111,9 @@ class GaussNewton(Product):
         number: int,
         vectors: Tensor,
     ) -> Tensor:
-        leaves, outputs = list(params.values()), self.outputs_fn(model, batch)
+        leaves = list(params.values())
+        with differentiable_twice():
+            outputs = self.outputs_fn(model, batch)
         inner = outputs.detach().requires_grad_()
         (slopes,) = torch.autograd.grad(self.output_losses_fn(inner, batch).sum(), inner, create_graph=True)
         probe = torch.zeros_like(outputs, requires_grad=True)

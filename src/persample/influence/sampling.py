@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from inspect import signature
 from math import sqrt
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -65,16 +65,15 @@ def _of_samples(losses: Tensor, over: Over) -> Tensor:
     return each.sum(1) if over == "sum" else each.sum(1) / sqrt(max(each.shape[1], 1))
 
 
+def drawing(sample_losses_fn: Callable[..., Tensor], batch: int, seed: int = 0) -> LossesFn:
+    """With a generator of its own for every batch, where the function takes one."""
+    try:
+        signature(sample_losses_fn).bind(None, None, None)
+    except TypeError:
+        return sample_losses_fn
+    return lambda model, given: sample_losses_fn(model, given, generator_of(seed, batch))
+
+
 def generator_of(seed: int, batch: int, draw: int = 0) -> torch.Generator:
     """The same labels for a batch whenever it is gone through."""
     return torch.Generator().manual_seed(hash((seed, batch, draw)) & (2**63 - 1))
-
-
-def drawn_for(sample_losses_fn: LossesFn | SampleLossesFn, number: int, seed: int = 0) -> LossesFn:
-    """Losses with drawn labels, given the generator of a batch if the function takes one."""
-    takes = signature(sample_losses_fn).parameters.values()
-    required = [p for p in takes if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if len(required) < 3:
-        return cast(LossesFn, sample_losses_fn)
-    fn = cast(SampleLossesFn, sample_losses_fn)
-    return lambda model, batch: fn(model, batch, generator_of(seed, number))

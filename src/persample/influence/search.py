@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,6 +13,7 @@ from .store import Folder, OpenChunk
 
 Order = Literal["helpful", "harmful"]
 _TINY = torch.finfo(torch.float32).tiny
+_SCORE_BYTES = 24  # of one score, while the best are chosen
 
 
 @dataclass(frozen=True)
@@ -46,46 +47,92 @@ class Search:
     max_memory: int
 
     def parts(self) -> Iterator[Part]:
-        """The scores of one chunk after another."""
+        """The scores of some rows after another."""
         start = 0
         for number, samples in enumerate(self.folder.samples):
-            total: Tensor | None = None
-            for checkpoint, queries in enumerate(self.queries):
-                scores = self._of_chunk(checkpoint, number, queries)
-                total = scores if total is None else total.add_(scores)
-            assert total is not None
-            yield self._named(total.div_(len(self.queries)), number, start)
+            chunks = [self.folder.open(checkpoint, number) for checkpoint in range(len(self.queries))]
+            first = chunks[0]
+            ids = first.get("ids") if self.folder.plan.own_ids else first.get("ids") + start
+            tokens = first.get("tokens") if first.has_tokens else None
+            for some in self._ranges(len(first), tokens):
+                total: Tensor | None = None
+                for chunk, queries in zip(chunks, self.queries, strict=True):
+                    scores = self._of_rows(chunk, queries, some, tokens)
+                    total = scores if total is None else total.add_(scores)
+                assert total is not None
+                yield self._named(total.div_(len(chunks)), ids[_slice(some)], tokens, some)
             start += samples
 
-    def _of_chunk(self, checkpoint: int, number: int, queries: Tensor) -> Tensor:
-        chunk = self.folder.open(checkpoint, number)
-        scores = queries.new_empty(len(queries), len(chunk))
-        own = self.normalise and not (chunk.has_tokens and self.by_sample)  # every row by its own norm
+    def _ranges(self, rows: int, tokens: Tensor | None) -> Iterator[range]:
+        """As many rows at a time as there is room for scores; those of one sample are not parted if they are added."""
+        step = max(1, self.max_memory // 2 // (_SCORE_BYTES * max(1, len(self.queries[0]))))
+        ends = torch.arange(1, rows + 1)
+        if tokens is not None and self.by_sample:
+            ends = torch.cat([(tokens == 0).nonzero().flatten()[1:], torch.tensor([rows])])
+        start = 0
+        while start < rows:
+            at = max(0, int(torch.searchsorted(ends, start + step, right=True)) - 1)
+            end = int(ends[at]) if int(ends[at]) > start else int(ends[at + 1])
+            yield range(start, end)
+            start = end
+
+    def _of_rows(self, chunk: OpenChunk, queries: Tensor, within: range, tokens: Tensor | None) -> Tensor:
+        scores = queries.new_empty(len(queries), len(within))
+        summed = tokens is not None and self.by_sample
+        own = self.normalise and not summed  # every row by its own norm
         norms = chunk.get("norms") if own and self.columns is None else None
-        for some, rows in chunk.rows(self.max_memory):
+        for some, rows in chunk.rows(self.max_memory // 2, within):
             few = rows if self.columns is None else rows[:, self.columns]
-            torch.mm(queries, few.t(), out=scores[:, some]) if len(queries) else None
+            part = scores[:, some.start - within.start : some.stop - within.start]
+            torch.mm(queries, few.t(), out=part) if len(queries) else None
             if own:
                 lengths = few.norm(dim=1) if norms is None else norms[some]
-                scores[:, some] /= lengths.clamp(min=_TINY)
-        return self._by_sample(scores, chunk) if chunk.has_tokens and self.by_sample else scores
+                part /= lengths.clamp(min=_TINY)
+        if not summed:
+            return scores
+        assert tokens is not None
+        samples = (tokens == 0).cumsum(0)[_slice(within)] - 1
+        first, last = int(samples[0]), int(samples[-1])
+        total = scores.new_zeros(len(scores), last + 1 - first).index_add_(1, samples - first, scores)
+        if not self.normalise:
+            return total
+        return total / chunk.get("sample_norms")[first : last + 1].clamp(min=_TINY)
 
-    def _by_sample(self, scores: Tensor, chunk: OpenChunk) -> Tensor:
-        """Sums over each sample's tokens."""
-        firsts = chunk.get("tokens") == 0
-        total = scores.new_zeros(len(scores), int(firsts.sum())).index_add_(1, firsts.cumsum(0) - 1, scores)
-        return total / chunk.get("sample_norms").clamp(min=_TINY) if self.normalise else total
-
-    def _named(self, scores: Tensor, number: int, start: int) -> Part:
-        chunk = self.folder.open(0, number)
-        ids = chunk.get("ids")
-        if not self.folder.plan.own_ids:
-            ids = ids + start
-        if not chunk.has_tokens:
+    def _named(self, scores: Tensor, ids: Tensor, tokens: Tensor | None, some: range) -> Part:
+        if tokens is None:
             return Part(scores, ids, None)
-        if not self.by_sample:
-            return Part(scores, ids, chunk.get("tokens"))
-        return Part(scores, ids[chunk.get("tokens") == 0], None)
+        here = tokens[_slice(some)]
+        return Part(scores, ids[here == 0], None) if self.by_sample else Part(scores, ids, here)
+
+    def shares(self, places: Tensor, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """(Q, k) for some of the queries' columns each: what they add to the scores of the samples at these places."""
+        found = {name: self.queries[0].new_zeros(places.shape) for name in columns}
+        start = 0
+        for number, samples in enumerate(self.folder.samples):
+            inside = (places >= start) & (places < start + samples)
+            wanted = (places[inside] - start).unique()
+            for checkpoint, queries in enumerate(self.queries if len(wanted) else ()):
+                rows = self._summed(self.folder.open(checkpoint, number), wanted)
+                at = torch.searchsorted(wanted, (places - start).clamp(0, samples - 1)).clamp(max=len(wanted) - 1)
+                for name, some in columns.items():
+                    scores = (queries[:, some] @ rows[:, some].t()).gather(1, at) / len(self.queries)
+                    found[name] += scores.masked_fill(~inside, 0)
+            start += samples
+        return found
+
+    def _summed(self, chunk: OpenChunk, samples: Tensor) -> Tensor:
+        """(n, D): some samples of a chunk, by what was asked of them; the rows of their tokens are added up."""
+        firsts = (chunk.get("tokens") == 0).nonzero().flatten() if chunk.has_tokens else torch.arange(len(chunk))
+        ends = torch.cat([firsts[1:], torch.tensor([len(chunk)])])
+        found = []
+        for first, end in zip(firsts[samples].tolist(), ends[samples].tolist(), strict=True):
+            row = torch.stack([rows.sum(0) for _, rows in chunk.rows(self.max_memory, range(first, end))]).sum(0)
+            found.append(row if self.columns is None else row[self.columns])
+        return torch.stack(found)
+
+
+def _slice(some: range) -> slice:
+    return slice(some.start, some.stop)
 
 
 def every(parts: Iterator[Part]) -> Part:
@@ -121,7 +168,7 @@ def top(parts: Iterator[Part], k: int, order: Order) -> tuple[Tensor, Tensor, Te
 def _first(columns: list[Tensor], k: int) -> list[Tensor]:
     """The k columns with the highest values of the first tensor; of equal ones, those that come first."""
     values = columns[0]
-    if values.shape[1] > 4 * k:  # far fewer to be sorted: all that reach the k-th highest value
+    if values.shape[1] > 4 * k and len(values):  # far fewer to be sorted: all that reach the k-th highest value
         least = values.topk(k, 1, sorted=False).values.amin(1, keepdim=True)
         keep = (values >= least).sum(1).max()
         order = _stably(

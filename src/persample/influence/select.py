@@ -120,34 +120,57 @@ def _matched(sketches: Tensor, target: Tensor, count: int, normalise: bool) -> S
     """Orthogonal matching pursuit with weights of at least 0; what is left when nothing helps any more goes by size."""
     atoms = _unit(sketches.double(), normalise)
     target = target.double()
+    goal = atoms @ target
     chosen: list[int] = []
     gains: list[float] = []
-    weights = atoms.new_zeros(0)
-    residual, free = target.clone(), torch.ones(len(atoms), dtype=torch.bool, device=atoms.device)
-    for _ in range(count):
-        fits = (atoms @ residual).masked_fill(~free, -torch.inf)
+    weights, gram = atoms.new_zeros(count), atoms.new_zeros(count, count)
+    with_chosen = atoms.new_zeros(count, len(atoms))  # inner products of those chosen with all
+    free = torch.ones(len(atoms), dtype=torch.bool, device=atoms.device)
+    for done in range(count):
+        fits = (goal - weights[:done] @ with_chosen[:done]).masked_fill(~free, -torch.inf)
         best = int(fits.argmax())
         free[best] = False
         chosen.append(best)
         gains.append(float(fits[best]))
-        weights = _nonnegative(atoms[chosen], target, weights)
-        residual = target - weights @ atoms[chosen]
+        with_chosen[done] = atoms @ atoms[best]
+        gram[done, : done + 1] = with_chosen[done, chosen]
+        gram[: done + 1, done] = with_chosen[done, chosen]
+        weights[: done + 1] = _nonnegative(gram[: done + 1, : done + 1], goal[chosen], weights[: done + 1])
     return Selection(torch.tensor(chosen, dtype=torch.int64), torch.tensor(gains, dtype=torch.float64), weights.cpu())
 
 
-def _nonnegative(atoms: Tensor, target: Tensor, start: Tensor, rounds: int = 50) -> Tensor:
-    """Least squares with weights of at least 0, by coordinate descent from the weights of one atom less."""
-    gram, goal = atoms @ atoms.t(), atoms @ target
-    weights = torch.cat([start, start.new_zeros(1)])
-    for _ in range(rounds):
-        before = weights.clone()
-        for i in reversed(range(len(weights))):
-            size = gram[i, i]
-            if size > 0:
-                weights[i] = (weights[i] + (goal[i] - gram[i] @ weights) / size).clamp_min(0)
-        if torch.allclose(weights, before, rtol=1e-6, atol=1e-12):
+def _nonnegative(gram: Tensor, goal: Tensor, start: Tensor) -> Tensor:
+    """Least squares with weights of at least 0 (Lawson and Hanson), from those of one atom less."""
+    weights, active, tiny = start, start > 0, 1e-12 * float(goal.abs().max())
+    for _ in range(3 * len(goal)):
+        slope = (goal - gram @ weights).masked_fill(active | (gram.diagonal() <= 0), -torch.inf)
+        steepest = int(slope.argmax())
+        if not float(slope[steepest]) > tiny:
             break
+        active[steepest] = True
+        weights = _of_active(gram, goal, weights, active)
     return weights
+
+
+def _of_active(gram: Tensor, goal: Tensor, weights: Tensor, active: Tensor) -> Tensor:
+    """Least squares of active atoms alone; those whose weights would fall below 0 are active no longer."""
+    while True:
+        places = active.nonzero().flatten()
+        best, now = _solved(gram[places][:, places], goal[places]), weights[places]
+        if bool((best > 0).all()):
+            return torch.zeros_like(weights).index_copy_(0, places, best)
+        steps = torch.where(best <= 0, now / (now - best).clamp(min=1e-300), torch.inf)
+        step, first = steps.min(0)
+        weights = torch.zeros_like(weights).index_copy_(0, places, (now + step * (best - now)).clamp_min(0))
+        active[places[first]] = False
+
+
+def _solved(gram: Tensor, goal: Tensor) -> Tensor:
+    """Of atoms that may be copies of each other: a little more on the diagonal."""
+    ridge = 1e-12 * gram.diagonal().sum()
+    system = gram + ridge * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    solved: Tensor = torch.linalg.solve(system, goal)
+    return solved
 
 
 def _self_influence(source: Tensor) -> Tensor:

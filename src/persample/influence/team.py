@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ class Team:
             return
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:
             dist.init_process_group("gloo")
+            atexit.register(_leave)
         if dist.is_initialized() and dist.get_world_size() > 1:
             group = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
             self.ranks = Ranks.of(group)
@@ -59,3 +61,10 @@ class Team:
             raise
         if self.ranks is not None and self.ranks.count([0], torch.device("cpu"))[0]:
             raise RuntimeError("another process of this build has failed; its own error says why")
+
+
+def _leave() -> None:
+    """Close the connections that were made here before the interpreter ends: gloo's threads abort it otherwise."""
+    with suppress(Exception):  # of processes that have failed
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...shortcuts import dot
 from ...verbs import grad
 from ..files import load_plain, save_whole
 from ..in_run import evaluated
 from ..time_left import counted
+from ..twice import differentiable_twice
 from .randomness import random_state, set_random_state
 from .recording import check_state
 from .updates import Adjoint, Numbers, kept_names
@@ -214,7 +213,7 @@ class _Run:
             for name, p in self.params.items():
                 p.copy_(moment.parameters[name])
         params = list(self.params.values())
-        with torch.enable_grad(), _differentiable_twice():
+        with torch.enable_grad(), differentiable_twice():
             losses = self._losses(note)
             found = torch.autograd.grad(losses.mean(), params, create_graph=True, allow_unused=True)
             reached = {n: g for n, g in zip(self.params, found, strict=True) if g is not None}
@@ -282,13 +281,6 @@ class _Run:
         check_state(state, list(self.params), self.kind, path)
         self.model.load_state_dict(state["model"])
         return state
-
-
-@contextmanager
-def _differentiable_twice() -> Iterator[None]:
-    """Without the fused operations whose derivatives have no derivative."""
-    with sdpa_kernel(SDPBackend.MATH):
-        yield
 
 
 def _options(note: dict[str, Any]) -> list[Numbers]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,10 @@ from typing import Any
 from torch import Tensor
 
 from .errors import StorageError
+
+fcntl: Any = None
+with suppress(ImportError):  # on Windows
+    fcntl = import_module("fcntl")
 
 SCRATCH = ".writing"  # how files end that a process was writing when it was ended
 
@@ -22,6 +26,8 @@ _REMEDIES = {
     errno.EROFS: "the file system is read-only: choose another folder, or mount it writable",
     errno.EACCES: "permission is denied: choose another folder, or make it writable",
     errno.EPERM: "permission is denied: choose another folder, or make it writable",
+    errno.ENOTDIR: "a file is in its way: choose another folder",
+    errno.EEXIST: "a file is in its way: choose another folder",
 }
 
 
@@ -42,7 +48,7 @@ def write_bytes(path: Path, content: bytes) -> None:
         with scratch.open("wb") as file:
             file.write(content)
 
-    _replace(path, write)
+    replace_whole(path, write)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: str) -> None:
@@ -52,7 +58,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: str) -> N
     def write(scratch: Path) -> None:
         save({name: t.contiguous() for name, t in tensors.items()}, scratch, {"persample": metadata})
 
-    _replace(path, write)
+    replace_whole(path, write)
 
 
 def make_folder(path: Path) -> None:
@@ -63,7 +69,36 @@ def make_folder(path: Path) -> None:
         raise _explained(path, error) from error
 
 
-def _replace(path: Path, write: Callable[[Path], None]) -> None:
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Refuse if another process works in the folder; made if need be. Without flock (Windows), nothing is locked."""
+    made = not folder.exists()
+    make_folder(folder)
+    if fcntl is None:
+        yield
+        return
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise StorageError(
+                errno.EAGAIN,
+                "another process is building this index: wait for it, then make the same call",
+                str(folder),
+            ) from error
+        except OSError:  # a file system without locks
+            pass
+        yield
+    finally:
+        os.close(number)
+        if made:
+            with suppress(OSError):  # unless something has been put there
+                folder.rmdir()
+
+
+def replace_whole(path: Path, write: Callable[[Path], None]) -> None:
+    """Have ``write`` make a file under another name, and then give it its own."""
     scratch = path.with_name(f"{path.name}.{os.getpid()}{SCRATCH}")
     try:
         write(scratch)
@@ -72,7 +107,7 @@ def _replace(path: Path, write: Callable[[Path], None]) -> None:
         scratch.replace(path)
         _sync_folder(path.parent)
     except BaseException as error:
-        _forget(scratch)
+        forget(scratch)
         cause = _os_error(error)
         if cause is None:
             raise
@@ -104,7 +139,8 @@ def _explained(path: Path, error: OSError) -> StorageError:
     )
 
 
-def _forget(scratch: Path) -> None:
+def forget(scratch: Path) -> None:
+    """Remove a file that was not finished."""
     with suppress(OSError):  # on a file system that has become read-only; it is in nobody's way
         scratch.unlink(missing_ok=True)
 

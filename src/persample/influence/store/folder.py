@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from .encoding import Encoding
 from .errors import DamagedError, MismatchError
-from .files import SCRATCH, make_folder, safetensors, write_bytes, write_tensors
+from .files import SCRATCH, forget, locked, make_folder, safetensors, write_bytes, write_tensors
 from .fingerprints import of_tensors
 
 FORMAT = 1
@@ -150,6 +151,7 @@ class Folder:
             found: dict[str, Any] = json.loads(path.read_text())
             if found["plan"]["format"] != FORMAT:
                 raise DamagedError(f"{path} has format {found['plan']['format']}; this version reads format {FORMAT}")
+            Plan(**found["plan"])
             return found
         except (LookupError, TypeError, json.JSONDecodeError) as error:
             raise DamagedError(
@@ -185,10 +187,14 @@ class Folder:
         """A chunk, to be read in parts; what is not one of this index is refused by name."""
         return OpenChunk(self, checkpoint, number)
 
+    def locked(self) -> AbstractContextManager[None]:
+        """No other build in this folder meanwhile; the system ends it with the process."""
+        return locked(self.path)
+
     def remove_scratch(self) -> None:
         """Remove what processes were writing when they were ended."""
         for path in [*self.path.glob(f"*{SCRATCH}"), *self.path.glob(f"chunks/*{SCRATCH}")]:
-            path.unlink(missing_ok=True)
+            forget(path)
 
 
 class OpenChunk:
@@ -229,14 +235,22 @@ class OpenChunk:
         found: Tensor = self._file.get_tensor(name)
         return found
 
-    def rows(self, max_bytes: int) -> Iterator[tuple[slice, Tensor]]:
-        """The rows in float32, as many at a time as fit into memory twice."""
-        step = max(1, max_bytes // max(1, 8 * sum(self.encoding.widths)))
-        codes = self._file.get_slice("codes")
-        scales = self._file.get_slice("scales") if self.scaled else None
-        for start in range(0, len(self), step):
-            some = slice(start, min(start + step, len(self)))
-            yield some, self.encoding.decode(codes[some], None if scales is None else scales[some])
+    def rows(self, max_bytes: int, within: range | None = None) -> Iterator[tuple[slice, Tensor]]:
+        """The rows in float32, or some of them, as many at a time as fit into memory with what they are made from."""
+        step = max(1, max_bytes // max(1, 12 * sum(self.encoding.widths)))
+        wanted = range(len(self)) if within is None else within
+        for start in range(wanted.start, wanted.stop, step):
+            some = slice(start, min(start + step, wanted.stop))
+            yield some, self.read(some)
+
+    def first(self, count: int) -> Tensor:
+        """The first rows, in float32."""
+        return self.read(slice(0, min(count, len(self))))
+
+    def read(self, some: slice) -> Tensor:
+        """Consecutive rows, in float32."""
+        codes = self._file.get_slice("codes")[some]
+        return self.encoding.decode(codes, self._file.get_slice("scales")[some] if self.scaled else None)
 
     def verify(self) -> None:
         """Compare every bit with what was written."""
