@@ -85,3 +85,36 @@ def loses(rank: int, world: int, how: str) -> None:
 @pytest.mark.parametrize("how", ["plain", "fsdp"])
 def test_noise_that_is_lost_is_correlated_anew(two: Processes, how: str) -> None:
     two.run(loses, how)
+
+
+def loses_one_file(rank: int, world: int, path: str) -> None:
+    """Only the process whose file is gone knows of it."""
+    private = private_for(model := wrap(mlp(), "fsdp"), planned("banded"))
+    train(model, private, steps=4)
+    private.save(path)
+    dist.barrier()
+    again = private_for(wrap(mlp(), "fsdp"), planned("banded"))
+    assert again._mechanism.stream is not None
+    if rank:
+        Path(f"{path}.noise-1").unlink()
+        with pytest.warns(dp.PrivacyWarning, match=r"correlated anew from step 5 on.*there is no .*run.noise-1"):
+            again.resume(path)
+    else:
+        again.resume(path)
+    assert again._mechanism.stream.memory.steps == (0 if rank else 4)
+
+
+def test_a_shard_says_that_its_noise_is_lost(two: Processes, tmp_path: Path) -> None:
+    two.run(loses_one_file, str(tmp_path / "run"))
+
+
+def knows_its_part(rank: int, world: int) -> None:
+    """Parts of one size may be of other rows, where there are more processes or fewer."""
+    for how, part in (("plain", None), ("fsdp", f"{rank} of 2")):
+        stream = private_for(wrap(mlp(), how), planned("banded"))._mechanism.stream
+        assert stream is not None
+        assert stream.part == part
+
+
+def test_noise_is_of_one_part_of_the_model(two: Processes) -> None:
+    two.run(knows_its_part)

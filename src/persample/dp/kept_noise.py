@@ -22,6 +22,7 @@ class KeptNoise:
 
     def __init__(self, stream: Stream | None, ledger: Ledger, team: Team) -> None:
         self._stream, self._ledger, self._team = stream, ledger, team
+        self._why: str | None = None  # noise was forgotten, if that is not said yet
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write what there is to remember, until there are no more steps."""
@@ -32,18 +33,23 @@ class KeptNoise:
         """Go on with the noise that was saved, if the file is of the last step that was made."""
         if self._stream is None or not self._ledger.steps:
             return
-        why: str | None = f"{path} is of step {steps}"
-        if steps == self._ledger.steps:
-            why = self._stream.load(self._file(path), self._now)
-        if why is not None:
-            self.begin_anew(why)
-
-    def begin_anew(self, why: str) -> None:
-        """Forget the noise of before: what it has left in the weights stays there."""
-        if self._stream is None:
+        if steps != self._ledger.steps:
+            self.forget(f"{path} is of step {steps}")
             return
-        self._stream.forget(self._ledger.steps)
-        if self._ledger.steps and self._ledger.left and self._team.rank == 0:
+        why = self._stream.load(self._file(path), self._now)
+        is_own = self._team.rank == 0 or self._stream.part is not None  # no other process knows of its file
+        self._why = why if is_own else None
+
+    def forget(self, why: str) -> None:
+        """Forget the noise of before: what it has left in the weights stays there."""
+        if self._stream is not None:
+            self._stream.forget(self._ledger.steps)
+            self._why = why if self._team.rank == 0 else None
+
+    def warn(self) -> None:
+        """Say, once, that noise was forgotten."""
+        why, self._why = self._why, None
+        if why is not None and self._ledger.steps and self._ledger.left:
             warnings.warn(
                 f"noise is correlated anew from step {self._ledger.steps + 1} on, as the noise before it is not known "
                 f"({why}). The promise holds; the error is larger than expected. private.save keeps the noise in a "

@@ -33,7 +33,8 @@ class Mechanism:
         if plan.mechanism != "gaussian" and plan.noise:
             own = sum(shape.size for shape in self.sums.shapes)
             grid = Scale(clipper.sensitivity(), plan.noise, self._size).grid
-            self.stream = Stream(plan.encoder, own, grid, plan.encoder.factor(plan.noise, self._size))
+            part = None if own == self._size else f"{team.rank} of {team.size}"
+            self.stream = Stream(plan.encoder, own, grid, plan.encoder.factor(plan.noise, self._size), part)
 
     def exactly(self, padding: int = 0) -> ExactClippedSum:
         """This step's clipped sum, for as many samples as a batch may have."""

@@ -186,15 +186,17 @@ class Plan:
 
     def dp_sgd(self) -> Plan:
         """The plan with independent noise and Poisson sampling that promises the same, to compare with."""
-        return replace(
-            self,
-            mechanism="gaussian",
-            sampling="poisson",
-            bands=None,
-            buffers=None,
-            epochs=None,
-            noise_multiplier=None if self.budget < math.inf else 0.0,
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a delta that this plan has warned of
+            return replace(
+                self,
+                mechanism="gaussian",
+                sampling="poisson",
+                bands=None,
+                buffers=None,
+                epochs=None,
+                noise_multiplier=None if self.budget < math.inf else 0.0,
+            )
 
     def spent(self, steps: int, passes: int | None = None) -> float:
         """The epsilon at the plan's delta after so many steps; with shuffled batches, passes that were begun count."""
@@ -317,9 +319,15 @@ class Plan:
             return ""
         name, count = ("band", self.bands) if self.mechanism == "banded" else ("buffer", self.buffers)
         by = f"{count} {name}{'s' * (count != 1)}"
-        own, other = self.expected_error, self.dp_sgd().expected_error
-        compared = f", {own / other:.4g} times DP-SGD's" if other else ""
-        return f", correlated by {by}\nexpected error of sums {own:.4g} sensitivities{compared}"
+        return f", correlated by {by}\nexpected error of sums {self.expected_error:.4g} sensitivities{self._compared()}"
+
+    def _compared(self) -> str:
+        """How much of DP-SGD's error is left, in words, where there is a DP-SGD to compare with."""
+        try:
+            other = self.dp_sgd().expected_error
+        except ValueError:  # so much noise that accountants round what it loses to nothing
+            return ""
+        return f", {self.expected_error / other:.4g} times DP-SGD's" if other else ""
 
 
 def _is_number(value: object, *types: type) -> bool:

@@ -118,7 +118,7 @@ class Private:
         self._noise = KeptNoise(self._mechanism.stream, self._ledger, self._team)
         if self._books.open(journal):
             self._renew()
-            self._noise.begin_anew("a journal does not have it")
+            self._noise.forget("a journal does not have it")  # which `batches` says, if nothing is resumed before
 
     def _compile(self, losses_fn: Callable[..., Tensor], backend: str | Callable[..., Any]) -> CompiledSums:
         if self._team.size > 1 or self._team.lockstep:
@@ -186,6 +186,7 @@ class Private:
                 raise ValueError(f"{name} must be a positive integer, not {value!r}")
         earlier = RUNS.enter(self._ledger, self._model, data)
         self._warned = self._warned or warn_of(earlier, self._ledger)
+        self._noise.warn()
         self._calls += 1
         self._part = None
         self._physical = min(most_samples(self.plan), physical_batch_size or most_samples(self.plan))
@@ -338,7 +339,8 @@ class Private:
         self._books.take_up(checkpoint)
         self.dropped = max(self.dropped, checkpoint.dropped)
         self._renew()
-        self._noise.begin_anew("a state_dict does not have it")
+        self._noise.forget("a state_dict does not have it")
+        self._noise.warn()
 
     def _renew(self) -> None:
         """Random numbers that no earlier process has seen, and no half of a batch."""
@@ -371,3 +373,4 @@ class Private:
         self.dropped = max(self.dropped, checkpoint.dropped)
         self._renew()
         self._noise.resume(path, checkpoint.steps)
+        self._noise.warn()

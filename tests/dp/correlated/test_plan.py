@@ -134,6 +134,20 @@ def test_it_prints_itself_with_buffers_and_without_noise() -> None:
     )
 
 
+@pytest.mark.parametrize("settings", [{"mechanism": "banded", "bands": 2}, {"mechanism": "blt", "sampling": "cyclic"}])
+def test_it_prints_itself_where_there_is_no_dp_sgd_to_compare_with(settings: dict[str, Any]) -> None:
+    """So much noise that its epsilon is rounded to zero, which nothing can be planned for."""
+    found = plan(steps=40, noise_multiplier=1e6, **settings)
+    assert found.epsilon == 0
+    assert f"expected error of sums {found.expected_error:.4g} sensitivities\nepsilon 0 at" in str(found)
+
+
+def test_only_the_plan_itself_warns_of_its_delta() -> None:
+    with pytest.warns(UserWarning, match="delta 0.01 is not below 1 / examples"):
+        found = plan(mechanism="banded", bands=2, steps=40, noise_multiplier=1.0, delta=0.01)
+    assert "times DP-SGD's" in str(found)
+
+
 def test_momentum_changes_the_encoder_and_no_promise() -> None:
     settings: dict[str, Any] = {"mechanism": "banded", "bands": 4, "epochs": 3, "epsilon": 4.0}
     without, with_ = plan(**settings), plan(**settings, momentum=0.9)

@@ -178,9 +178,17 @@ def bring_an_older_one(path: Path, trained: dp.Private) -> None:
     path.with_name("run.noise").write_bytes(older)
 
 
+def put_what_cannot_be_read(path: Path, trained: dp.Private) -> None:
+    """As a file of another user cannot; root could read that."""
+    noise = path.with_name("run.noise")
+    noise.unlink()
+    noise.mkdir()
+
+
 LOSSES: dict[str, tuple[Callable[[Path, dp.Private], None], str]] = {
     "gone": (lose_file, "there is no .*run.noise"),
     "damaged": (damage_file, "run.noise is damaged"),
+    "not to be read": (put_what_cannot_be_read, "run.noise cannot be read"),
     "a step since": (make_a_step, "run is of step 3"),
     "an older one": (bring_an_older_one, "run.noise is of another step or run"),
 }
@@ -209,8 +217,24 @@ def test_states_and_journals_have_no_noise(tmp_path: Path) -> None:
         trained.load_state_dict(state)
     assert trained._mechanism.stream is not None
     assert trained._mechanism.stream.memory.steps == 0
+    again = run("banded", journal=tmp_path / "journal")
     with pytest.warns(dp.PrivacyWarning, match=r"anew from step 3 on.*a journal does not have it"):
-        run("banded", journal=tmp_path / "journal")
+        released(again, 1)
+    released(again, 1)  # which is said once
+
+
+def test_a_run_that_names_its_journal_goes_on_with_its_noise(tmp_path: Path) -> None:
+    """Nothing is lost, and nothing is said."""
+    journal = tmp_path / "elsewhere" / "journal"
+    journal.parent.mkdir()
+    trained = run("banded", journal=journal)
+    released(trained, 2)
+    trained.save(tmp_path / "run")
+    again = run("banded", journal=journal)
+    again.resume(tmp_path / "run")
+    assert again._mechanism.stream is not None
+    assert again._mechanism.stream.memory.steps == 2
+    released(again, 1)
 
 
 def test_nothing_is_said_before_the_first_step_and_after_the_last(tmp_path: Path) -> None:

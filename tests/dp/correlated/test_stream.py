@@ -231,8 +231,9 @@ def test_what_does_not_fit_is_not_gone_on_with(tmp_path: Path) -> None:
     fresh = Stream(encoder, 5, 0.5, 1.0)
     for other in (When("b" * 16, 4), When("a" * 16, 3)):
         assert "is of another step or run" in str(fresh.load(path, other))
-    assert "or of another plan" in str(Stream(ENCODERS[2], 5, 0.5, 1.0).load(path, when))
-    assert "or of another plan" in str(Stream(encoder, 5, 0.25, 1.0).load(path, when))
+    assert "of another plan" in str(Stream(ENCODERS[2], 5, 0.5, 1.0).load(path, when))
+    assert "of another plan" in str(Stream(encoder, 5, 0.25, 1.0).load(path, when))
+    assert "or of another number of processes" in str(Stream(encoder, 5, 0.5, 1.0, "1 of 3").load(path, when))
     assert "numbers of shape (1, 5) instead of (1, 6)" in str(Stream(encoder, 6, 0.5, 1.0).load(path, when))
     path.write_bytes(b"nonsense")
     assert "is damaged" in str(fresh.load(path, when))

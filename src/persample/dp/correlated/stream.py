@@ -37,6 +37,7 @@ class Stream:
     size: int  # of the numbers to which this process adds noise
     grid: float
     factor: float
+    part: str | None = None  # which part of the model's numbers these are, if others have the rest
     _memory: Memory | None = field(default=None, init=False)
     _begun: int = field(default=0, init=False)  # steps of the run before the first that is remembered
 
@@ -82,13 +83,28 @@ class Stream:
                 kept: Tensor = file.get_tensor("memory")
             remembered = about.pop("remembered")
             if about != {"version": _VERSION, **self._description(when)}:
-                return f"{path} is of another step or run, or of another plan"
+                return f"{path} is of another step or run, of another plan, or of another number of processes"
             memory = self.encoder.memory(self.size)
             memory.restore(kept, remembered)
-        except (safetensors.SafetensorError, AttributeError, LookupError, TypeError, ValueError) as error:
+        except OSError as error:  # only its owner may read it
+            return f"{path} cannot be read: {error!r}"
+        except (
+            safetensors.SafetensorError,
+            AttributeError,
+            LookupError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ) as error:
             return f"{path} is damaged: {error!r}"
         self._memory, self._begun = memory, when.steps - memory.steps
         return None
 
     def _description(self, when: When) -> dict[str, Any]:
-        return {"run": when.run, "steps": when.steps, "grid": self.grid, "encoder": self.encoder.describe()}
+        return {
+            "run": when.run,
+            "steps": when.steps,
+            "grid": self.grid,
+            "part": self.part,
+            "encoder": self.encoder.describe(),
+        }
