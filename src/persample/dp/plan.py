@@ -12,6 +12,7 @@ from .correlated.choose import best_bands
 from .correlated.encoders import Encoder, banded, buffered
 from .correlated.settings import MechanismName, Sampling, check_settings, most_bands
 from .solve import CLOSE, least_noise, most_steps
+from .units import items_in_words, name_of_one, units
 
 _MOST_STEPS = 10_000_000
 _BUFFERS = 3
@@ -35,6 +36,9 @@ class Plan:
 
     Args:
         examples: the size of the dataset, which is public.
+        users: in place of examples: how many users there are, whose data are protected as a whole. All else that is
+            said of examples is then said of users (docs/private-training.md).
+        items_per_user: how many items of a user a step takes at most; all, if it is left out. It changes no promise.
         batch_size: the expected size of a batch: every example is in it with probability batch_size / examples.
         delta: the probability with which the promise may fail; far below 1 / examples.
         epochs: the length, as expected passes over the dataset.
@@ -54,7 +58,9 @@ class Plan:
         momentum: of the optimizer (SGD), for which correlated noise is optimised. It changes no promise.
     """
 
-    examples: int
+    examples: int = 0
+    users: int | None = None
+    items_per_user: int | None = None
     batch_size: int
     delta: float
     epochs: float | None = None
@@ -70,6 +76,7 @@ class Plan:
     solved: str | None = field(default=None, init=False, repr=False, compare=False)  # the name of what was left out
 
     def __post_init__(self) -> None:
+        self._set("examples", units(self))
         self._check_numbers()
         self._check_length()
         self._check_privacy()
@@ -108,7 +115,7 @@ class Plan:
 
     def _check_length(self) -> None:
         if self.batch_size > self.examples:
-            raise ValueError(f"batch_size {self.batch_size} is larger than the dataset of {self.examples} examples")
+            raise ValueError(f"batch_size {self.batch_size} is larger than the dataset of {self.examples} {self._one}s")
         if self.epochs is not None and self.steps is not None:
             raise ValueError(f"length is given twice: epochs={self.epochs} and steps={self.steps}; leave one out")
         if self.epochs is not None and not 0 < self.epochs < math.inf:
@@ -128,10 +135,14 @@ class Plan:
         """Still a promise, and published results use 1 / examples: said loudly, not refused."""
         if self.delta >= 1 / self.examples:
             warnings.warn(
-                f"delta {self.delta:g} is not below 1 / examples = {1 / self.examples:g}: publishing one example in "
-                f"full would keep such a promise. Choose a delta far below that",
+                f"delta {self.delta:g} is not below 1 / {self._one}s = {1 / self.examples:g}: publishing one "
+                f"{self._one} in full would keep such a promise. Choose a delta far below that",
                 stacklevel=4,
             )
+
+    @property
+    def _one(self) -> str:
+        return name_of_one(self)
 
     @property
     def rate(self) -> float:
@@ -291,13 +302,12 @@ class Plan:
         return [f"{name}={other.get(name)!r} instead of {own[name]!r}{remedy}" for name in wrong]
 
     def __str__(self) -> str:
+        of = f"of {self.batch_size} of {self.examples} {self._one}s"
+        items = items_in_words(self)
         how = {
-            "poisson": (
-                f"of {self.batch_size} of {self.examples} examples on average, Poisson sampling",
-                "more or less",
-            ),
-            "shuffled": (f"of {self.batch_size} of {self.examples} examples, shuffled every epoch", "replaced"),
-            "cyclic": (f"of {self.batch_size} of {self.examples} examples, the same in every epoch", _IN_ITS_PLACE),
+            "poisson": (f"{of} on average{items}, Poisson sampling", "more or less"),
+            "shuffled": (f"{of}{items}, shuffled every epoch", "replaced"),
+            "cyclic": (f"{of}{items}, the same in every epoch", _IN_ITS_PLACE),
         }
         sampled, neighbours = how[self.sampling]
         if self.sampling == "poisson" and (self.bands or 1) > 1:
@@ -306,7 +316,7 @@ class Plan:
         if self.budget < math.inf:
             promise = (
                 f"epsilon {self.budget:.4g} at delta {self.delta:g} ({self.accountant.upper()} accountant, neighbours: "
-                f"one example {neighbours})"
+                f"one {self._one} {neighbours})"
             )
         noise = f"noise multiplier {self.noise:.5g}{self._correlation()}"
         return f"{self.length} steps ({self.epochs:.4g} epochs) {sampled}\n{noise}\n{promise}"

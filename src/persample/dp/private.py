@@ -123,6 +123,8 @@ class Private:
     def _compile(self, losses_fn: Callable[..., Tensor], backend: str | Callable[..., Any]) -> CompiledSums:
         if self._team.size > 1 or self._team.lockstep:
             raise ValueError("compile= is for one process: leave it out where several train together")
+        if self.plan.users is not None:
+            raise ValueError("compile= is for plans that protect examples: leave it out where users are protected")
         samples = most_samples(self.plan), self.plan.batch_size
         return CompiledSums(losses_fn, self._model, self._binding.params, self._clipper, *samples, backend)
 
@@ -158,6 +160,7 @@ class Private:
         self,
         data: Any,
         *,
+        users: Any = None,
         physical_batch_size: int | None = None,
         steps: int | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -171,8 +174,11 @@ class Private:
 
         Args:
             data: a dataset with a length, ``plan.examples``, and items by index.
+            users: where the plan is for users: whose each item is, a tensor, array or list of integers or strings. A
+                batch has the items of its users, and `step` takes one loss for each item, adds up those of a user, and
+                clips the gradient of that.
             physical_batch_size: yield larger batches in parts of this size, each with a `step` of its own; the
-                optimizer steps after the last part.
+                optimizer steps after the last part. All items of a user are in one part.
             steps: stop after so many steps, for instance at the end of an epoch; call again to go on.
             collate_fn: as for a ``DataLoader``, and so are ``num_workers`` and further ``options``.
             num_workers: as for a ``DataLoader``.
@@ -180,10 +186,10 @@ class Private:
         """
         self._world.check()
         self._releases.check()
-        check_data(data, self.plan)
         for name, value in (("physical_batch_size", physical_batch_size), ("steps", steps)):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name} must be a positive integer, not {value!r}")
+        whose = check_data(data, self.plan, users, physical_batch_size)
         earlier = RUNS.enter(self._ledger, self._model, data)
         self._warned = self._warned or warn_of(earlier, self._ledger)
         self._calls += 1
@@ -191,7 +197,7 @@ class Private:
         self._physical = min(most_samples(self.plan), physical_batch_size or most_samples(self.plan))
         self._mechanism.sums.clear()
         count = self._ledger.left if steps is None else min(steps, self._ledger.left)
-        sampler = Sampler(self.plan, self._source, self._team, self._ledger.steps, count, physical_batch_size)
+        sampler = Sampler(self.plan, self._source, self._team, self._ledger.steps, count, physical_batch_size, whose)
         loaded = loader(data, sampler, {"collate_fn": collate_fn, "num_workers": num_workers, **options})
         return self._go_through(loaded, sampler, self._calls)
 
@@ -268,7 +274,7 @@ class Private:
         if part is None:
             raise PrivacyError("no batch waits for a step: losses must come from a batch of private.batches, once each")
         if self._compiled is None:
-            given.check(part.size, self._marked)
+            given.check(part.items, self._marked)
         elif self._guard.is_due and not self._is_left_out(part):
             self._compiled.show(given, part.size)  # to the guard, which sees what Python runs
         self._guard.hold()
@@ -279,7 +285,7 @@ class Private:
         every = self._binding.check()
         self._gradients.check(self._optimizer)
         self._steady.check(every)
-        self._guard.check(part.size)
+        self._guard.check(part.items, part.sizes)
         clipped, dropped = self._add(given, sums, part)
         self._part = None
         self.dropped += dropped
@@ -302,7 +308,7 @@ class Private:
         if self._is_left_out(part):
             return 0.0, 0
         if sums is None:
-            sums = self._mechanism.clipped(given.losses, part.padding)
+            sums = self._mechanism.clipped(part.per_sample(given.losses), part.padding)
         count, dropped = self._clipper.count(sums.asked), len(sums.clipping.dropped)
         self._part = None  # first: what may have been added must not be added again
         clipped = self._mechanism.sums.add(sums, count)

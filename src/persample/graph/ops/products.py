@@ -222,8 +222,12 @@ def trilinear(use: Use) -> Factor | None:
         return None
     x1, x2 = site.tensor("i1"), site.tensor("i3")
     pairs = (x1.unsqueeze(2) * x2.unsqueeze(1)).reshape(len(g), target[1] * target[2])
-    flat = Outer(samples.group(g), samples.group(pairs))
-    return View(flat, target, Reshape(flat.shape, target))
+
+    def weight(sides: list[Tensor]) -> Factor:
+        flat = Outer(*sides)
+        return View(flat, target, Reshape(flat.shape, target))
+
+    return samples.factor([g, pairs], weight)
 
 
 def trilinear_flow(site: Site, k: int, layouts: Layouts) -> Outcome:
