@@ -24,6 +24,7 @@ from .gradients import Gradients
 from .guard import Guard
 from .kept_noise import KeptNoise
 from .ledger import Ledger
+from .loaders import lengths_of_epochs, merged, taken_apart
 from .mechanism import Mechanism
 from .plan import Plan
 from .records import Spent, Step
@@ -152,9 +153,56 @@ class Private:
         """Steps that are accounted for, those with empty batches included."""
         return self._ledger.steps
 
-    def spent(self) -> Spent:
-        """What is spent so far, by the plan's accountant."""
-        return Spent(self._ledger.spent(), self.plan.delta, self._ledger.steps)
+    def spent(self, delta: float | None = None) -> Spent:
+        """What is spent so far, by the plan's accountant.
+
+        Args:
+            delta: at which epsilon is asked for; by default the plan's, which is what was promised.
+        """
+        return Spent(self._ledger.spent(delta), self.plan.delta if delta is None else delta, self._ledger.steps)
+
+    def epochs(self, data: Any, **options: Any) -> Iterator[Iterator[Any]]:
+        """The batches of one epoch after another, until the plan's steps are done.
+
+        >>> import torch, persample as ps
+        >>> from persample import dp
+        >>> from torch.nn import functional as F
+        >>> data = torch.utils.data.TensorDataset(torch.randn(100, 5), torch.randint(3, (100,)))
+        >>> loader = torch.utils.data.DataLoader(data, batch_size=10, shuffle=True)
+        >>> model = torch.nn.Linear(5, 3)
+        >>> plan = dp.Plan.like(loader, epochs=2, noise_multiplier=1.0, delta=1e-3, accountant="rdp")
+        >>> private = dp.Private(model, torch.optim.SGD(model.parameters(), lr=0.1), plan)
+        >>> for epoch in private.epochs(loader):
+        ...     for x, y in epoch:
+        ...         step = private.step(F.cross_entropy(model(x), y, reduction="none"))
+        ...     print(private.spent(delta=1e-4))
+        epsilon 2.4... at delta 0.0001 after 10 steps
+        epsilon 3.4... at delta 0.0001 after 20 steps
+
+        An epoch has as many steps as the loader has batches, or as see every example once, on average. A resumed run
+        begins with what is left of its epoch.
+
+        Args:
+            data: as for `batches`: a dataset, or a ``DataLoader``.
+            options: as for `batches`, but for ``steps``.
+        """
+        if "steps" in options:
+            raise ValueError("steps are those of an epoch: for other numbers of them, use private.batches(steps=...)")
+        dataset, given = taken_apart(data, self._batch_size_of_items)
+        per_epoch = self.plan.steps_per_epoch
+        if dataset is not data and self.plan.sampling == "poisson" and self.plan.users is None:
+            per_epoch = len(data)
+        return self._epochs(dataset, per_epoch, merged(given, options))
+
+    def _epochs(self, dataset: Any, per_epoch: float, options: dict[str, Any]) -> Iterator[Iterator[Any]]:
+        done = 0 if self.plan.sampling == "shuffled" else self._ledger.steps  # a pass cannot be taken up again
+        for steps in lengths_of_epochs(done, done + self._ledger.left, per_epoch):
+            yield self.batches(dataset, steps=steps, **options)
+
+    @property
+    def _batch_size_of_items(self) -> int | None:
+        """What batches of a DataLoader have to have, if they are of what the plan counts."""
+        return self.plan.batch_size if self.plan.users is None else None
 
     def batches(
         self,
@@ -163,8 +211,6 @@ class Private:
         users: Any = None,
         physical_batch_size: int | None = None,
         steps: int | None = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        num_workers: int = 0,
         **options: Any,
     ) -> Iterator[Any]:
         """Batches of a map-style dataset, sampled as the plan says, until its steps are done.
@@ -173,19 +219,20 @@ class Private:
         empty one the first example is yielded, and does not count: its step is of noise alone.
 
         Args:
-            data: a dataset with a length, ``plan.examples``, and items by index.
+            data: a dataset with a length, ``plan.examples``, and items by index; or a ``DataLoader`` of one, whose
+                options are used, and whose batch size must be the plan's. Its batches are sampled anew, as the plan
+                says.
             users: where the plan is for users: whose each item is, a tensor, array or list of integers or strings. A
                 batch has the items of its users, and `step` takes one loss for each item, adds up those of a user, and
                 clips the gradient of that.
             physical_batch_size: yield larger batches in parts of this size, each with a `step` of its own; the
                 optimizer steps after the last part. All items of a user are in one part.
             steps: stop after so many steps, for instance at the end of an epoch; call again to go on.
-            collate_fn: as for a ``DataLoader``, and so are ``num_workers`` and further ``options``.
-            num_workers: as for a ``DataLoader``.
-            options: as for a ``DataLoader``.
+            options: as for a ``DataLoader``: ``collate_fn``, ``num_workers``, ``pin_memory`` and others.
         """
         self._world.check()
         self._releases.check()
+        data, given = taken_apart(data, self._batch_size_of_items)
         for name, value in (("physical_batch_size", physical_batch_size), ("steps", steps)):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name} must be a positive integer, not {value!r}")
@@ -198,7 +245,7 @@ class Private:
         self._mechanism.sums.clear()
         count = self._ledger.left if steps is None else min(steps, self._ledger.left)
         sampler = Sampler(self.plan, self._source, self._team, self._ledger.steps, count, physical_batch_size, whose)
-        loaded = loader(data, sampler, {"collate_fn": collate_fn, "num_workers": num_workers, **options})
+        loaded = loader(data, sampler, merged(given, options))
         return self._go_through(loaded, sampler, self._calls)
 
     def _go_through(self, loaded: Any, sampler: Sampler, call: int) -> Iterator[Any]:

@@ -137,10 +137,6 @@ def loader(data: Any, sampler: Sampler, options: dict[str, Any]) -> DataLoader[A
 
 def check_data(data: Any, plan: Plan, users: Any = None, physical: int | None = None) -> Users | None:
     """Refuse what cannot be sampled as the plan says; the users, if the plan is for users."""
-    if isinstance(data, DataLoader):
-        raise TypeError(
-            "batches takes the dataset, not a DataLoader, whose sampling is not the plan's: pass its .dataset"
-        )
     if isinstance(data, IterableDataset) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise TypeError(
             f"batches needs a map-style dataset, with a length and items by index, to sample every example with the "

@@ -47,6 +47,7 @@ __all__ = [
     "Workspace",
     "bounded_sums",
     "combine",
+    "factors_of_rows",
     "form_of",
     "interleave",
     "kind_of",

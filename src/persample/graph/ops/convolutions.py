@@ -94,7 +94,7 @@ def conv_tbc(use: Use) -> Factor | None:
     windows = F.pad(site.tensor("self"), (0, 0, 0, 0, pad, pad)).unfold(0, length, 1)  # (T, B, C, length)
 
     def weight(sides: list[Tensor]) -> Factor:
-        flat = Outer(*sides)
+        flat = Outer(sides[0], sides[1])
         return View(flat, use.target, Reshape(flat.shape, use.target))
 
     return rows.factor([windows.mT.flatten(2).flatten(0, 1), g], weight)

@@ -224,7 +224,7 @@ def trilinear(use: Use) -> Factor | None:
     pairs = (x1.unsqueeze(2) * x2.unsqueeze(1)).reshape(len(g), target[1] * target[2])
 
     def weight(sides: list[Tensor]) -> Factor:
-        flat = Outer(*sides)
+        flat = Outer(sides[0], sides[1])
         return View(flat, target, Reshape(flat.shape, target))
 
     return samples.factor([g, pairs], weight)
