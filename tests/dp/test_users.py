@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def test_every_user_is_in_one_part_of_one_process(drawn: list[int], physical: in
         assert sum(part.sizes) == len(part.items)
         assert physical is None or len(part.items) <= physical
         ends = np.cumsum((0, *part.sizes)).tolist()
-        pieces = [part.items[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+        pieces = [part.items[a:b] for a, b in pairwise(ends)]
         seen += pieces[: len(pieces) - part.padding]
     assert sorted(seen) == sorted(chosen)
     assert [len(c) for c in chosen] == [COUNTS[user] for user in drawn]

@@ -6,23 +6,29 @@
 3.5
 """
 
+from . import schedules
+from .adam import AdamBC
 from .clips import AdaptiveClip
 from .errors import PrivacyError, PrivacyWarning
 from .plan import Plan
 from .private import Private
 from .records import Spent, Step
+from .scheduled import ScheduledClip
 from .team import Team
 from .teams import Replicas, Shards
 
 __all__ = [
+    "AdamBC",
     "AdaptiveClip",
     "Plan",
     "PrivacyError",
     "PrivacyWarning",
     "Private",
     "Replicas",
+    "ScheduledClip",
     "Shards",
     "Spent",
     "Step",
     "Team",
+    "schedules",
 ]

@@ -73,9 +73,9 @@ def check_loader(loader: DataLoader[Any]) -> None:
     )
     if not plain:
         raise ValueError(
-            f"the loader samples by a {type(sampler).__name__}, but batches are drawn as the plan's accounting assumes, "
-            f"every example as likely as another: use a loader without it. (Several processes share the batches by "
-            f"themselves; for a part of a dataset, use torch.utils.data.Subset)"
+            f"the loader samples by a {type(sampler).__name__}, but batches are drawn as the plan's accounting "
+            f"assumes, every example as likely as another: use a loader without it. (Several processes share "
+            f"the batches by themselves; for a part of a dataset, use torch.utils.data.Subset)"
         )
 
 

@@ -12,15 +12,16 @@ from torch import Tensor, nn
 
 from ..graph.read.compiled import break_graph
 from ..reductions import ClippedSum
+from .adam import AdamBC
 from .binding import Binding, mark, trainable
 from .books import Books
-from .clips import Clip, clipper
+from .clippers import Clip, can_be_compiled, clipper
 from .compiled import CompiledSums
 from .early import Early
 from .errors import PrivacyError
 from .fingerprints import alike
 from .given import Given
-from .gradients import Gradients
+from .gradients import Gradients, innermost
 from .guard import Guard
 from .kept_noise import KeptNoise
 from .ledger import Ledger
@@ -62,7 +63,7 @@ class Private:
             on these parameters tell of other backwards.
         optimizer: any of ``torch.optim`` (but LBFGS) that holds those parameters.
         plan: a `Plan`.
-        clip: a ``ps.ClippedSum``, flat, per group or automatic, or an `AdaptiveClip`.
+        clip: a ``ps.ClippedSum``, flat, per group or automatic, an `AdaptiveClip` or a `ScheduledClip`.
         secure: draw samples and noise from keys of the operating system, which nobody can foretell: by default, unless
             there is a seed.
         seed: for tests: draw the same samples and noise in every run that is set up alike, whatever its data; then they
@@ -107,6 +108,8 @@ class Private:
         self._guard = Guard(model, check_every if self._team.reruns else 0)
         self._steady = Steady()
         self._gradients = Gradients(self, model, optimizer, params, after_step=self._after_step)
+        if isinstance(innermost(optimizer), AdamBC):
+            AdamBC.check_plan(plan)
         self._mechanism = Mechanism(plan, self._clipper, self._team, self._binding.params)
         self._compiled = None if compile is None else self._compile(compile, backend)
         self._physical = most_samples(plan)  # how many samples there may be in a part of a batch
@@ -126,6 +129,11 @@ class Private:
             raise ValueError("compile= is for one process: leave it out where several train together")
         if self.plan.users is not None:
             raise ValueError("compile= is for plans that protect examples: leave it out where users are protected")
+        if not can_be_compiled(self._clipper):
+            raise ValueError(
+                "compile= is for clips whose bounds stay, and for single bounds that move: use a ps.ClippedSum, "
+                "dp.AdaptiveClip without per=, or dp.ScheduledClip of a flat ps.ClippedSum; or leave compile= out"
+            )
         samples = most_samples(self.plan), self.plan.batch_size
         return CompiledSums(losses_fn, self._model, self._binding.params, self._clipper, *samples, backend)
 
@@ -144,8 +152,8 @@ class Private:
         return self._clip
 
     @property
-    def bound(self) -> float | None:
-        """The bound on a sample's gradient in the next step, where it moves."""
+    def bound(self) -> float | list[float] | None:
+        """The bound on a sample's gradient in the next step, where it moves; a list of those of groups."""
         return self._clipper.bound
 
     @property
@@ -176,8 +184,8 @@ class Private:
         ...     for x, y in epoch:
         ...         step = private.step(F.cross_entropy(model(x), y, reduction="none"))
         ...     print(private.spent(delta=1e-4))
-        epsilon 2.4... at delta 0.0001 after 10 steps
-        epsilon 3.4... at delta 0.0001 after 20 steps
+        epsilon 2.793 at delta 0.0001 after 10 steps
+        epsilon 3.492 at delta 0.0001 after 20 steps
 
         An epoch has as many steps as the loader has batches, or as see every example once, on average. A resumed run
         begins with what is left of its epoch.
@@ -267,6 +275,7 @@ class Private:
 
     def _expect(self, part: BatchPart) -> None:
         self._part, self._marked = part, mark() if self._compiled is None else 0
+        self._clipper.begin(part.step)
         self._gradients.begin()
         self._steady.watch(self._binding.every())
         self._guard.watch(part.step)
@@ -372,10 +381,18 @@ class Private:
             sums = self._mechanism.take()
             with self._team.accounting():
                 self._ledger.account(part.opens_pass)
-            means = self._mechanism.noisy_means(sums, self._source, number)
+            means = self._mechanism.noisy_means(sums, self._source, number, self._ledger.steps - 1)
             self._gradients.released()
             self._steady.released()
             self._mechanism.give(means)
+            self._clipper.begin(self._ledger.steps)
+        self._tell_noise()
+
+    def _tell_noise(self) -> None:
+        """An optimizer that takes noise out of its second moments has to know how much there is."""
+        inner = innermost(self._optimizer)
+        if isinstance(inner, AdamBC):
+            inner.noise_std = self._mechanism.noise_std
 
     def state_dict(self) -> dict[str, Any]:
         """The accounts, and what they are bound to: numbers, strings, lists and dicts, no tensors.
@@ -401,6 +418,7 @@ class Private:
         self._calls += 1
         self._part = None
         self._mechanism.sums.clear()
+        self._clipper.begin(self._ledger.steps)
         self._releases.renew()
 
     def save(self, path: str | PathLike[str]) -> None:
