@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 
 from persample import dp
-from persample.dp.loaders import lengths_of_epochs
+from persample.dp.epochs import lengths
 from tests.dp.helpers import dataset, flat, losses_of, network, plan, private
 
 SETTINGS: dict[str, Any] = {"noise_multiplier": 1.0, "delta": 1e-5, "accountant": "rdp"}
@@ -120,11 +120,11 @@ def test_an_epoch_that_is_left_early_does_not_make_others_longer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("done", "steps", "per_epoch", "lengths"),
+    ("done", "steps", "per_epoch", "want"),
     [(0, 0, 5.0, []), (0, 7, 2.5, [3, 2, 2]), (4, 7, 2.5, [1, 2]), (3, 7, 2.5, [2, 2]), (0, 3, 1.0, [1, 1, 1])],
 )
-def test_lengths_of_epochs(done: int, steps: int, per_epoch: float, lengths: list[int]) -> None:
-    assert list(lengths_of_epochs(done, steps, per_epoch)) == lengths
+def test_lengths_of_epochs(done: int, steps: int, per_epoch: float, want: list[int]) -> None:
+    assert list(lengths(done, steps, per_epoch)) == want
 
 
 def collate(items: list[Any]) -> Any:

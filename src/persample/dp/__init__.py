@@ -6,7 +6,7 @@
 3.5
 """
 
-from . import schedules
+from . import schedules as schedules  # dp.schedules.linear
 from .adam import AdamBC
 from .clips import AdaptiveClip
 from .errors import PrivacyError, PrivacyWarning
@@ -30,5 +30,4 @@ __all__ = [
     "Spent",
     "Step",
     "Team",
-    "schedules",
 ]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .gradients import innermost
 from .plan import Plan
 
 
@@ -69,15 +70,6 @@ class AdamBC(Optimizer):
         super().__init__(params, defaults)
         self.noise_std: float | None = None  # of the gradients that are there
 
-    @staticmethod
-    def check_plan(plan: Plan) -> None:
-        """Refuse noise whose share of a second moment is not known."""
-        if plan.mechanism != "gaussian":
-            raise ValueError(
-                f"dp.AdamBC takes off what independent noise adds to second moments, and mechanism={plan.mechanism!r} "
-                f"correlates noise: use mechanism='gaussian', or another optimizer"
-            )
-
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Move all parameters that have a gradient."""
@@ -119,3 +111,19 @@ class AdamBC(Optimizer):
         if group["weight_decay"]:
             p.mul_(1 - group["lr"] * group["weight_decay"])
         p.addcdiv_(first, left, value=-float(group["lr"]) / (1 - beta1**steps))
+
+
+def check_noise(optimizer: Optimizer, plan: Plan) -> None:
+    """Refuse noise whose share of a second moment is not known, where it has to be."""
+    if isinstance(innermost(optimizer), AdamBC) and plan.mechanism != "gaussian":
+        raise ValueError(
+            f"dp.AdamBC takes off what independent noise adds to second moments, and mechanism={plan.mechanism!r} "
+            f"correlates noise: use mechanism='gaussian', or another optimizer"
+        )
+
+
+def tell_noise(optimizer: Optimizer, noise_std: float) -> None:
+    """Tell an optimizer that has to know it how much noise the gradients have."""
+    inner = innermost(optimizer)
+    if isinstance(inner, AdamBC):
+        inner.noise_std = noise_std

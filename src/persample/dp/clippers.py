@@ -10,6 +10,7 @@ from ..reductions import ClippedSum
 from .clips import AdaptiveClip, Clipper, Fixed, Following
 from .plan import Plan
 from .scheduled import Scheduled, ScheduledClip
+from .team import Team
 
 Clip = ClippedSum | AdaptiveClip | ScheduledClip
 
@@ -27,8 +28,14 @@ def clipper(clip: Clip, params: Mapping[str, Tensor], plan: Plan) -> Clipper:
     )
 
 
-def can_be_compiled(clipper: Clipper) -> bool:
-    """Does its bound stay, or is it a single one that moves?"""
-    if isinstance(clipper, Scheduled):
-        return clipper.is_plain
-    return not isinstance(clipper.bound, list)
+def check_can_be_compiled(plan: Plan, team: Team, clipper: Clipper) -> None:
+    """Refuse what compiled steps do not do."""
+    if team.size > 1 or team.lockstep:
+        raise ValueError("compile= is for one process: leave it out where several train together")
+    if plan.users is not None:
+        raise ValueError("compile= is for plans that protect examples: leave it out where users are protected")
+    if not (clipper.is_plain if isinstance(clipper, Scheduled) else not isinstance(clipper.bound, list)):
+        raise ValueError(
+            "compile= is for clips whose bounds stay, and for single bounds that move: use a ps.ClippedSum, "
+            "dp.AdaptiveClip without per=, or dp.ScheduledClip of a flat ps.ClippedSum; or leave compile= out"
+        )

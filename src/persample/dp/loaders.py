@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
@@ -101,14 +100,3 @@ def merged(of_loader: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]
     if not found.get("num_workers"):
         found = {name: value for name, value in found.items() if name in options or name not in _OF_WORKERS}
     return found
-
-
-def lengths_of_epochs(done: int, steps: int, per_epoch: float) -> Iterator[int]:
-    """How many steps each of the epochs has that are left: of one that was begun, those that are left of it."""
-    epoch = math.floor(done / per_epoch + 1e-9)
-    while done < steps:
-        epoch += 1
-        end = min(math.ceil(epoch * per_epoch - 1e-9), steps)
-        if end > done:
-            yield end - done
-        done = max(done, end)

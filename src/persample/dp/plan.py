@@ -17,11 +17,11 @@ from .correlated.encoders import Encoder, banded, buffered
 from .correlated.settings import MechanismName, Sampling, check_settings, most_bands
 from .loaders import planned
 from .solve import CLOSE, least_noise, most_steps
-from .units import items_in_words, name_of_one, units
+from .units import name_of_one, units
+from .words import in_words
 
 _MOST_STEPS = 10_000_000
 _BUFFERS = 3
-_IN_ITS_PLACE = "more or less, in its place"
 _ROUNDING = 1e-6  # by how much an epsilon may be larger elsewhere, relatively, for the same noise and steps
 
 
@@ -349,40 +349,7 @@ class Plan:
         return [f"{name}={other.get(name)!r} instead of {own[name]!r}{remedy}" for name in wrong]
 
     def __str__(self) -> str:
-        of = f"of {self.batch_size} of {self.examples} {self._one}s"
-        items = items_in_words(self)
-        how = {
-            "poisson": (f"{of} on average{items}, Poisson sampling", "more or less"),
-            "shuffled": (f"{of}{items}, shuffled every epoch", "replaced"),
-            "cyclic": (f"{of}{items}, the same in every epoch", _IN_ITS_PLACE),
-        }
-        sampled, neighbours = how[self.sampling]
-        if self.sampling == "poisson" and (self.bands or 1) > 1:
-            sampled, neighbours = f"{sampled} from {self.bands} parts in turn", _IN_ITS_PLACE
-        promise = "no privacy: without noise, epsilon is infinite"
-        if self.budget < math.inf:
-            promise = (
-                f"epsilon {self.budget:.4g} at delta {self.delta:g} ({self.accountant.upper()} accountant, neighbours: "
-                f"one {self._one} {neighbours})"
-            )
-        noise = f"noise multiplier {self.noise:.5g}{self._correlation()}{self._stages()}"
-        return f"{self.length} steps ({self.epochs:.4g} epochs) {sampled}\n{noise}\n{promise}"
-
-    def _stages(self) -> str:
-        """How noise changes from step to step, in words."""
-        if self.noise_schedule is None:
-            return ""
-        least, most = min(self.noise_schedule), max(self.noise_schedule)
-        return f", times {least:.4g} to {most:.4g} in {len(self.noise_schedule)} stages"
-
-    def _correlation(self) -> str:
-        """How noise is correlated, and what is gained by it, in words."""
-        if self.mechanism == "gaussian":
-            return ""
-        by = f"{self.bands} bands" if self.mechanism == "banded" else f"{self.buffers} buffers"
-        own, other = self.expected_error, self.dp_sgd().expected_error
-        compared = f", {own / other:.4g} times DP-SGD's" if other else ""
-        return f", correlated by {by}\nexpected error of sums {own:.4g} sensitivities{compared}"
+        return in_words(self)
 
 
 def _is_number(value: object, *types: type) -> bool:

@@ -12,26 +12,27 @@ from torch import Tensor, nn
 
 from ..graph.read.compiled import break_graph
 from ..reductions import ClippedSum
-from .adam import AdamBC
+from .adam import check_noise, tell_noise
 from .binding import Binding, mark, trainable
 from .books import Books
-from .clippers import Clip, can_be_compiled, clipper
+from .clippers import Clip, check_can_be_compiled, clipper
 from .compiled import CompiledSums
 from .early import Early
+from .epochs import epochs
 from .errors import PrivacyError
 from .fingerprints import alike
 from .given import Given
-from .gradients import Gradients, innermost
+from .gradients import Gradients
 from .guard import Guard
 from .kept_noise import KeptNoise
 from .ledger import Ledger
-from .loaders import lengths_of_epochs, merged, taken_apart
+from .loaders import merged, taken_apart
 from .mechanism import Mechanism
 from .plan import Plan
 from .records import Spent, Step
 from .releases import Copied, Releases
 from .runs import RUNS, warn_of
-from .sampling import BatchPart, Sampler, check_data, loader, most_samples
+from .sampling import BatchPart, Sampler, check_counts, check_data, loader, most_samples
 from .sources import make_source
 from .state import Checkpoint, load, read
 from .steady import Steady
@@ -108,8 +109,7 @@ class Private:
         self._guard = Guard(model, check_every if self._team.reruns else 0)
         self._steady = Steady()
         self._gradients = Gradients(self, model, optimizer, params, after_step=self._after_step)
-        if isinstance(innermost(optimizer), AdamBC):
-            AdamBC.check_plan(plan)
+        check_noise(optimizer, plan)
         self._mechanism = Mechanism(plan, self._clipper, self._team, self._binding.params)
         self._compiled = None if compile is None else self._compile(compile, backend)
         self._physical = most_samples(plan)  # how many samples there may be in a part of a batch
@@ -125,15 +125,7 @@ class Private:
             self._noise.begin_anew("a journal does not have it")
 
     def _compile(self, losses_fn: Callable[..., Tensor], backend: str | Callable[..., Any]) -> CompiledSums:
-        if self._team.size > 1 or self._team.lockstep:
-            raise ValueError("compile= is for one process: leave it out where several train together")
-        if self.plan.users is not None:
-            raise ValueError("compile= is for plans that protect examples: leave it out where users are protected")
-        if not can_be_compiled(self._clipper):
-            raise ValueError(
-                "compile= is for clips whose bounds stay, and for single bounds that move: use a ps.ClippedSum, "
-                "dp.AdaptiveClip without per=, or dp.ScheduledClip of a flat ps.ClippedSum; or leave compile= out"
-            )
+        check_can_be_compiled(self.plan, self._team, self._clipper)
         samples = most_samples(self.plan), self.plan.batch_size
         return CompiledSums(losses_fn, self._model, self._binding.params, self._clipper, *samples, backend)
 
@@ -172,20 +164,8 @@ class Private:
     def epochs(self, data: Any, **options: Any) -> Iterator[Iterator[Any]]:
         """The batches of one epoch after another, until the plan's steps are done.
 
-        >>> import torch, persample as ps
-        >>> from persample import dp
-        >>> from torch.nn import functional as F
-        >>> data = torch.utils.data.TensorDataset(torch.randn(100, 5), torch.randint(3, (100,)))
-        >>> loader = torch.utils.data.DataLoader(data, batch_size=10, shuffle=True)
-        >>> model = torch.nn.Linear(5, 3)
-        >>> plan = dp.Plan.like(loader, epochs=2, noise_multiplier=1.0, delta=1e-3, accountant="rdp")
-        >>> private = dp.Private(model, torch.optim.SGD(model.parameters(), lr=0.1), plan)
-        >>> for epoch in private.epochs(loader):
-        ...     for x, y in epoch:
-        ...         step = private.step(F.cross_entropy(model(x), y, reduction="none"))
-        ...     print(private.spent(delta=1e-4))
-        epsilon 2.793 at delta 0.0001 after 10 steps
-        epsilon 3.492 at delta 0.0001 after 20 steps
+        ``for epoch in private.epochs(loader): for x, y in epoch: ...`` has a turn of the outer loop for every
+        epoch.
 
         An epoch has as many steps as the loader has batches, or as see every example once, on average. A resumed run
         begins with what is left of its epoch.
@@ -194,23 +174,7 @@ class Private:
             data: as for `batches`: a dataset, or a ``DataLoader``.
             options: as for `batches`, but for ``steps``.
         """
-        if "steps" in options:
-            raise ValueError("steps are those of an epoch: for other numbers of them, use private.batches(steps=...)")
-        dataset, given = taken_apart(data, self._batch_size_of_items)
-        per_epoch = self.plan.steps_per_epoch
-        if dataset is not data and self.plan.sampling == "poisson" and self.plan.users is None:
-            per_epoch = len(data)
-        return self._epochs(dataset, per_epoch, merged(given, options))
-
-    def _epochs(self, dataset: Any, per_epoch: float, options: dict[str, Any]) -> Iterator[Iterator[Any]]:
-        done = 0 if self.plan.sampling == "shuffled" else self._ledger.steps  # a pass cannot be taken up again
-        for steps in lengths_of_epochs(done, done + self._ledger.left, per_epoch):
-            yield self.batches(dataset, steps=steps, **options)
-
-    @property
-    def _batch_size_of_items(self) -> int | None:
-        """What batches of a DataLoader have to have, if they are of what the plan counts."""
-        return self.plan.batch_size if self.plan.users is None else None
+        return epochs(self.batches, self._ledger, data, options)
 
     def batches(
         self,
@@ -240,10 +204,8 @@ class Private:
         """
         self._world.check()
         self._releases.check()
-        data, given = taken_apart(data, self._batch_size_of_items)
-        for name, value in (("physical_batch_size", physical_batch_size), ("steps", steps)):
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} must be a positive integer, not {value!r}")
+        data, given = taken_apart(data, self.plan.batch_size if self.plan.users is None else None)
+        check_counts(physical_batch_size=physical_batch_size, steps=steps)
         whose = check_data(data, self.plan, users, physical_batch_size)
         earlier = RUNS.enter(self._ledger, self._model, data)
         self._warned = self._warned or warn_of(earlier, self._ledger)
@@ -386,13 +348,7 @@ class Private:
             self._steady.released()
             self._mechanism.give(means)
             self._clipper.begin(self._ledger.steps)
-        self._tell_noise()
-
-    def _tell_noise(self) -> None:
-        """An optimizer that takes noise out of its second moments has to know how much there is."""
-        inner = innermost(self._optimizer)
-        if isinstance(inner, AdamBC):
-            inner.noise_std = self._mechanism.noise_std
+        tell_noise(self._optimizer, self._mechanism.noise_std)
 
     def state_dict(self) -> dict[str, Any]:
         """The accounts, and what they are bound to: numbers, strings, lists and dicts, no tensors.

@@ -135,6 +135,13 @@ def loader(data: Any, sampler: Sampler, options: dict[str, Any]) -> DataLoader[A
     return DataLoader(data, batch_sampler=sampler, **options)
 
 
+def check_counts(**counts: Any) -> None:
+    """Refuse, by name, what is given and no positive integer."""
+    for name, value in counts.items():
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name} must be a positive integer, not {value!r}")
+
+
 def check_data(data: Any, plan: Plan, users: Any = None, physical: int | None = None) -> Users | None:
     """Refuse what cannot be sampled as the plan says; the users, if the plan is for users."""
     if isinstance(data, IterableDataset) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
