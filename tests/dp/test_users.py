@@ -217,6 +217,17 @@ class Twice(nn.Module):
         return self.inner(x[:, :3], x[:, 3:])
 
 
+class Heads(nn.Module):
+    """A matrix for each of three heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 5, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.bmm(x.transpose(0, 1), self.weight).transpose(0, 1)
+
+
 IDS = "ids of 20 rows"
 MODELS: dict[str, tuple[Any, tuple[int, ...], tuple[int, ...], str | None]] = {
     "linear": (lambda: nn.Linear(5, 4), (5,), (4,), None),
@@ -232,6 +243,7 @@ MODELS: dict[str, tuple[Any, tuple[int, ...], tuple[int, ...], str | None]] = {
     "gru": (lambda: nn.GRU(5, 3, batch_first=True), (6, 5), (6, 3), None),
     "norm": (lambda: nn.LayerNorm(5), (7, 5), (7, 5), None),
     "bilinear": (Twice, (5,), (4,), None),
+    "heads": (Heads, (3, 5), (3, 4), None),
 }
 
 
