@@ -15,7 +15,7 @@ from dp_accounting.rdp import RdpAccountant
 from scipy.optimize import brentq
 from scipy.stats import norm
 
-from persample.dp.accounting import epsilon
+from persample.dp.accounting import epsilon, epsilon_of_all
 
 OPACUS = json.loads((Path(__file__).parent / "accountants.json").read_text())
 
@@ -75,7 +75,7 @@ def test_nothing_and_everything(accountant: str) -> None:
 
 def test_the_librarys_warnings_stay_with_it(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        epsilon.cache_clear()
+        epsilon_of_all.cache_clear()
         epsilon(100, 128 / 1500, 0.5, 1e-5, "rdp")
         assert not caplog.records
         logging.getLogger("absl").warning("somebody else's")
@@ -83,7 +83,7 @@ def test_the_librarys_warnings_stay_with_it(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    epsilon.cache_clear()
+    epsilon_of_all.cache_clear()
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     with pytest.raises(ImportError, match=r"dp-accounting.*pip install 'persample\[dp\]'"):
         epsilon(1, 0.1, 1.0, 1e-5, "rdp")

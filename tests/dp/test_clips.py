@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -149,7 +150,104 @@ def test_adaptive_bounds_without_noise_follow_the_counts() -> None:
     assert trained.bound == pytest.approx(4.0 * math.exp(-(0.4 - 0.5)))
 
 
+GROUPS: dict[str, Any] = {
+    "parameter": "parameter",
+    "list": [["0.weight", "0.bias"], ["2.weight", "2.bias"]],
+    "dict": {"w": ["0.weight", "2.weight"], "b": ["0.bias", "2.bias"]},
+}
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+@pytest.mark.parametrize("physical", [None, 7])
+def test_bounds_of_groups_follow_their_counts(kind: str, physical: int | None) -> None:
+    """Without noise: the bound of every group moves by the share of samples whose part of it is below."""
+    model, per = network(), GROUPS[kind]
+    clip = dp.AdaptiveClip(initial=0.9, quantile=0.3, rate=1.0, per=per)
+    trained = private(model, plan(batch_size=60, steps=1, noise_multiplier=0.0), clip=clip)
+    norms = ps.norms(losses_of(model, dataset().tensors), model, per=per)
+    shares = [float((n <= 0.9).double().mean()) for n in (norms.values() if isinstance(norms, dict) else norms)]
+    assert len(set(shares)) > 1
+    assert trained.bound == [0.9] * len(shares)
+    for batch in trained.batches(dataset(), physical_batch_size=physical):
+        trained.step(losses_of(model, batch))
+    assert trained.bound == pytest.approx([0.9 * math.exp(0.3 - share) for share in shares])
+
+
+class ScaledTwice(nn.Module):
+    """Of sample i, one gradient is ten times as long as the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.zeros(1)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.first + 10 * x @ self.second
+
+
+def test_bounds_of_groups_come_to_their_quantiles() -> None:
+    data = torch.utils.data.TensorDataset(torch.arange(1.0, 401.0).unsqueeze(1))
+    model = ScaledTwice()
+    clip = dp.AdaptiveClip(initial=[1.0, 20.0], quantile=0.5, rate=0.3, count_noise=3.0, per="parameter")
+    trained = private(model, plan(examples=400, batch_size=200, steps=120), clip=clip)
+    for (x,) in trained.batches(data):
+        trained.step(model(x))
+    assert trained.bound == pytest.approx([200, 2000], rel=0.2)
+    assert trained.spent().epsilon == trained.plan.epsilon
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+def test_the_budget_is_shared_between_the_sum_and_all_counts(kind: str) -> None:
+    """The stated noise on every count, and (z⁻² - G (2 σ_b)⁻²)^(-1/2) on the gradients: together the plan's z."""
+    z, sigma = 1.5, 4.0
+    clip = dp.AdaptiveClip(initial=0.7, count_noise=sigma, per=GROUPS[kind])
+    following = Following(clip, plan(noise_multiplier=z), dict(network().named_parameters()))
+    count = {"parameter": 4}.get(kind, 2)
+    std, bound = z * following.sensitivity(), 0.7 * math.sqrt(count)
+    assert following.counts == count
+    assert std / following._kappa == pytest.approx(sigma)
+    assert std / bound == pytest.approx((z**-2 - count * (2 * sigma) ** -2) ** -0.5)
+
+
+def test_counts_of_groups_move_by_no_more_than_is_accounted() -> None:
+    """One sample more or less moves (sums, counts) by the joint sensitivity at most, whatever is clipped."""
+    params = dict(network().named_parameters())
+    clip = dp.AdaptiveClip(initial=[1.0, 2.0], count_noise=3.0, per=GROUPS["list"])
+    following = Following(clip, plan(), params)
+    for norms in ((0.0, 0.0), (1.0, 2.0), (7.0, 0.5), (9.0, 9.0), (math.nan, 1.0)):
+        each = tuple(torch.tensor([norm]) for norm in norms)
+        alone = following.count(ps.Clipping(each, each))
+        assert alone is not None
+        parts = [min(n, b) if n == n else 0.0 for n, b in zip(norms, (1.0, 2.0), strict=True)]
+        moved = math.hypot(*parts, *[float(c) * following.counted_in.size for c in alone])
+        assert moved <= following.sensitivity() + 1e-12
+
+
+def test_bounds_of_groups_are_saved(tmp_path: Path) -> None:
+    clip = dp.AdaptiveClip(initial=0.3, per="parameter")
+    trained = private(clip=clip)
+    for batch in trained.batches(dataset(), steps=3):
+        trained.step(losses_of(trained._model, batch))
+    trained.save(tmp_path / "run")
+    resumed = private(clip=clip)
+    resumed.resume(tmp_path / "run")
+    assert resumed.bound == trained.bound != [0.3] * 4
+    state = trained.state_dict()
+    for wrong in ([0.3] * 3, 0.3, None):
+        with pytest.raises(ValueError, match="the state of private training is damaged: its bound"):
+            private(clip=clip).load_state_dict({**state, "bound": wrong})
+    for wrong in ([], [0.3, -1.0, 0.3, 0.3], [True] * 4):
+        with pytest.raises(ValueError, match="the state of private training is damaged"):
+            private(clip=clip).load_state_dict({**state, "bound": wrong})
+    with pytest.raises(dp.PrivacyError, match=r"another run.*clip"):
+        private(clip=dp.AdaptiveClip(initial=0.3)).load_state_dict(state)
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"initial": [0.3, 0.4], "per": "parameter"}, "one bound per group: expected 4, got 2"),
+    ({"initial": {"w": 0.3, "x": 0.4}, "per": GROUPS["dict"]}, "one bound per group"),
+    ({"per": [["0.weight"]]}, "must hold every parameter once"),
+    ({"per": "layer"}, "per must be None, 'parameter', a list of groups"),
+    ({"count_noise": 0.9, "per": "parameter"}, "larger than half of the plan's noise multiplier times the root"),
     ({"initial": 0.0}, "max_norm must be positive"),
     ({"quantile": 1.5}, "quantile must lie between 0 and 1, not 1.5"),
     ({"rate": 0.0}, "rate must be positive and finite"),

@@ -343,7 +343,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (
         lambda m: private(m, clip=ps.Norms()),
         TypeError,
-        "clip must be a ps.ClippedSum or a dp.AdaptiveClip, not a Norms",
+        "clip must be a ps.ClippedSum, a dp.AdaptiveClip or a dp.ScheduledClip, not a Norms",
     ),
     (lambda m: private(m, clip=ps.ClippedSum(weights=lambda n: n)), ValueError, "has to state its sensitivity"),
     (lambda m: private(m, check_every=-1), ValueError, "check_every must be a number of steps"),

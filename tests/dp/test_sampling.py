@@ -163,7 +163,7 @@ REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (dataset(59), {}, ValueError, "the plan is for 60 examples, but the dataset has 59"),
     (Stream(), {}, TypeError, "needs a map-style dataset.*a Stream has not both"),
     (iter(range(60)), {}, TypeError, "needs a map-style dataset"),
-    (DataLoader(dataset()), {}, TypeError, "the dataset, not a DataLoader"),
+    (DataLoader(dataset()), {}, ValueError, "the plan is for batches of 12, but the loader's have 1"),
     (dataset(), {"batch_size": 3}, ValueError, "batch_size cannot be chosen"),
     (dataset(), {"shuffle": True}, ValueError, "shuffle cannot be chosen"),
     (dataset(), {"in_order": False}, ValueError, "in_order cannot be chosen"),

@@ -6,21 +6,26 @@
 3.5
 """
 
+from . import schedules as schedules  # dp.schedules.linear
+from .adam import AdamBC
 from .clips import AdaptiveClip
 from .errors import PrivacyError, PrivacyWarning
 from .plan import Plan
 from .private import Private
 from .records import Spent, Step
+from .scheduled import ScheduledClip
 from .team import Team
 from .teams import Replicas, Shards
 
 __all__ = [
+    "AdamBC",
     "AdaptiveClip",
     "Plan",
     "PrivacyError",
     "PrivacyWarning",
     "Private",
     "Replicas",
+    "ScheduledClip",
     "Shards",
     "Spent",
     "Step",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib import import_module
@@ -17,32 +17,41 @@ ACCOUNTANTS: tuple[str, ...] = get_args(Accountant)
 _FINEST = 1e-4  # the accounting library's own discretisation of privacy losses
 
 
-@lru_cache(maxsize=4096)
 def epsilon(times: int, rate: float, noise_multiplier: float, delta: float, accountant: Accountant) -> float:
     """The epsilon at ``delta`` of ``times`` Gaussian mechanisms, each on a Poisson sample of ``rate`` of the examples.
 
     ``rate`` 1 means no sampling. ``noise_multiplier`` is the noise's standard deviation over the sensitivity.
     """
-    if times == 0:
+    return epsilon_of_all(((times, noise_multiplier),), rate, delta, accountant)
+
+
+@lru_cache(maxsize=4096)
+def epsilon_of_all(
+    mechanisms: tuple[tuple[int, float], ...], rate: float, delta: float, accountant: Accountant
+) -> float:
+    """`epsilon` of Gaussian mechanisms one after another: how often, and with which noise multiplier each."""
+    mechanisms = tuple((times, noise) for times, noise in mechanisms if times)
+    if not mechanisms:
         return 0.0
-    if noise_multiplier == 0:
+    if not all(noise for _, noise in mechanisms):
         return math.inf
     library = _library()
-    event = library.GaussianDpEvent(noise_multiplier)
-    if rate < 1:
-        event = library.PoissonSampledDpEvent(rate, event)
     with _quiet():
-        ledger = _accountant(accountant, rate, noise_multiplier)
-        ledger.compose(library.SelfComposedDpEvent(event, times))
+        ledger = _accountant(accountant, rate, [noise for _, noise in mechanisms])
+        for times, noise in mechanisms:
+            event = library.GaussianDpEvent(noise)
+            if rate < 1:
+                event = library.PoissonSampledDpEvent(rate, event)
+            ledger.compose(library.SelfComposedDpEvent(event, times))
         return float(ledger.get_epsilon(delta))
 
 
-def _accountant(name: Accountant, rate: float, noise_multiplier: float) -> Any:
+def _accountant(name: Accountant, rate: float, noises: Sequence[float]) -> Any:
     if name == "rdp":
         return import_module("dp_accounting.rdp").RdpAccountant()
     # Coarser where losses are large: ten times as fast, and within 1e-5 of the finest. Losses are rounded upward, so
     # that what is lost is lost on the safe side.
-    interval = max(_FINEST, _FINEST / noise_multiplier**2, 0.01 * rate / noise_multiplier)
+    interval = min(max(_FINEST, _FINEST / noise**2, 0.01 * rate / noise) for noise in noises)
     return import_module("dp_accounting.pld").PLDAccountant(value_discretization_interval=interval)
 
 

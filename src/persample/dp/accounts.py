@@ -52,6 +52,11 @@ def is_positive(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
+def is_bound(value: object) -> bool:
+    """Whether it is a positive number, or a list of some."""
+    return is_positive(value) or (isinstance(value, list) and bool(value) and all(map(is_positive, value)))
+
+
 def is_count(value: object) -> bool:
     """Whether it is an integer that is not negative, and no bool."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0

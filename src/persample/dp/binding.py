@@ -86,6 +86,10 @@ class Binding:
         planned: list[object] = [plan.examples, plan.batch_size, plan.steps, plan.noise_multiplier, plan.sampling]
         if plan.mechanism != "gaussian":
             planned += [plan.mechanism, plan.bands, plan.buffers, plan.momentum]
+        if plan.users is not None:
+            planned += [plan.users, plan.items_per_user]
+        if plan.noise_schedule is not None:
+            planned += ["noise", *plan.noise_schedule]
         clip = {name: value for name, value in self._clip.items() if name != "groups"}
         return repr([shapes, planned, clip, [_settings(group) for group in self._optimizer.param_groups]])
 

@@ -41,6 +41,11 @@ class Books:
         self._in_first_process(lambda: write(path, self._ledger, state, states))
 
     def _load(self, checkpoint: Checkpoint, follow: Callable[[], None]) -> None:
+        if _form(checkpoint.bound) != _form(self._clipper.bound):
+            raise ValueError(
+                f"the state of private training is damaged: its bound {checkpoint.bound} is not of the form that the "
+                f"clip has, {self._clipper.bound}"
+            )
         follow()
         self._ledger.run = checkpoint.run
         self._ledger.advance(checkpoint.steps, checkpoint.passes)
@@ -52,3 +57,8 @@ class Books:
         told = self._team.by_first(lambda: [do(), ledger.run, ledger.steps, ledger.passes, clipper.bound])
         result, ledger.run, ledger.steps, ledger.passes, clipper.bound = told
         return result
+
+
+def _form(bound: float | list[float] | None) -> int | None:
+    """How many bounds there are, if they are in a list; 0 for a single one."""
+    return len(bound) if isinstance(bound, list) else None if bound is None else 0

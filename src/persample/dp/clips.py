@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from operator import is_
 from typing import Any, Literal
 
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ..factors.limits import Unit
 from ..reductions import Call, ClippedSum, Clipping
-from ..reductions.groups import Groups, listed
+from ..reductions.clipping import Bounds
+from ..reductions.groups import Groups, Per, as_groups, listed
 from .errors import PrivacyError
 from .plan import Plan
 
@@ -32,25 +33,30 @@ class AdaptiveClip:
 
     >>> from persample import dp
     >>> dp.AdaptiveClip(initial=1.0, quantile=0.5)
-    AdaptiveClip(initial=1.0, quantile=0.5, rate=0.2, count_noise=None, nonfinite='raise')
+    AdaptiveClip(initial=1.0, quantile=0.5, rate=0.2, count_noise=None, nonfinite='raise', per=None)
 
     Args:
-        initial: the first bound.
+        initial: the first bound; with groups, that of each, or a list or dict of them.
         quantile: the share of the samples that are to stay unclipped.
         rate: how fast the bound moves.
         count_noise: the standard deviation of the noise on the count of unclipped samples; by default a twentieth of
-            the batch size, but as much as the plan's noise multiplier at least. Less noise takes more of the budget.
+            the batch size, but as much as the plan's noise multiplier at least, times the root of the number of groups.
+            Less noise takes more of the budget.
         nonfinite: as in `ps.ClippedSum`.
+        per: groups of parameters that have a bound each, as in `ps.ClippedSum`: "parameter", or a list or dict of
+            groups. Every group has a count of its own, and all of them are released with the sum.
     """
 
-    initial: float = 1.0
+    initial: Bounds = 1.0
     quantile: float = 0.5
     rate: float = 0.2
     count_noise: float | None = None
     nonfinite: Literal["raise", "drop"] = "raise"
+    per: Per = None
 
     def __post_init__(self) -> None:
-        ClippedSum(self.initial, nonfinite=self.nonfinite)  # its checks
+        object.__setattr__(self, "per", as_groups(self.per))
+        ClippedSum(self.initial, per=self.per, nonfinite=self.nonfinite)  # its checks
         if not 0 <= self.quantile <= 1:
             raise ValueError(f"quantile must lie between 0 and 1, not {self.quantile!r}")
         if not 0 < self.rate < math.inf:
@@ -59,13 +65,14 @@ class AdaptiveClip:
             raise ValueError(f"count_noise must be positive and finite, not {self.count_noise!r}")
 
 
-Clip = ClippedSum | AdaptiveClip
-
-
 class Clipper(ABC):
     """The clipping of a run, step by step."""
 
-    bound: float | None = None  # the current one, where it moves
+    bound: float | list[float] | None = None  # the current one, where it moves; one for each group, if there are some
+    counts = 0  # how many coordinates `count` gives
+
+    def begin(self, step: int) -> None:  # noqa: B027 (for most, there is nothing to do)
+        """Set the bound for a step, counted from 0, where a schedule has it."""
 
     @abstractmethod
     def reduction(self) -> ClippedSum:
@@ -80,16 +87,16 @@ class Clipper(ABC):
         """What must stay the same during a run, to be stored and compared."""
 
     def count(self, clipping: Clipping) -> Tensor | None:
-        """One more coordinate to be released with the sums, as a whole number of `counted_in`; or none."""
+        """Coordinates to be released with the sums, as whole numbers of `counted_in`; or none."""
         return None
 
     @property
     def counted_in(self) -> Unit | None:
-        """The unit of the coordinate that `count` gives, if there is one."""
+        """The unit of the coordinates that `count` gives, if there are some."""
         return None
 
     def follow(self, noisy: Tensor) -> None:
-        """Move the bound by the noisy value of the coordinate that `count` gives."""
+        """Move the bound by the noisy values of the coordinates that `count` gives."""
         raise NotImplementedError(f"{type(self).__name__} releases no count")
 
 
@@ -138,12 +145,10 @@ class Fixed(Clipper):
 
     def _described(self) -> dict[str, Any]:
         clip = self._clip
-        groups = Groups.of(clip.per, Call(self._params, 0, _NO_DEVICE, dict))
-        groups.check_partition()
         return {
             "kind": "ClippedSum",
             "max_norm": list(clip.max_norm) if isinstance(clip.max_norm, tuple) else clip.max_norm,
-            "groups": {str(key): list(names) for key, names in groups.members.items()},
+            "groups": grouped(clip.per, self._params),
             "gamma": clip.gamma,
             "weights": None
             if clip.weights is None
@@ -154,29 +159,42 @@ class Fixed(Clipper):
 
 
 class Following(Clipper):
-    """The bound of an `AdaptiveClip`.
+    """The bounds of an `AdaptiveClip`, one for each of G groups, C their norm.
 
-    The count Σ(b_i - 1/2) of samples below the bound moves by 1/2 with one sample. It is released times κ as one more
-    coordinate: all coordinates then have noise of std z · hypot(C, κ/2), and κ is such that the count's is count_noise.
-    For the gradients alone that is a noise multiplier of (z⁻² - (2 count_noise)⁻²)^(-1/2).
+    The count Σ(b_i - 1/2) of samples below a bound moves by 1/2 with one sample. All counts are released times κ, as
+    more coordinates: all coordinates then have noise of std z · hypot(C, √G κ/2), and κ is such that the counts' is
+    count_noise. For the gradients alone that is a noise multiplier of (z⁻² - G (2 count_noise)⁻²)^(-1/2).
     """
 
-    bound: float
-
-    def __init__(self, clip: AdaptiveClip, plan: Plan) -> None:
+    def __init__(self, clip: AdaptiveClip, plan: Plan, params: Mapping[str, Tensor] | None = None) -> None:
         if plan.mechanism != "gaussian":
             raise ValueError(
                 f"mechanism={plan.mechanism!r} takes away in later steps what noise an earlier one has added, which "
                 f"needs one bound for all of them: use a ps.ClippedSum in place of dp.AdaptiveClip, or "
                 f"mechanism='gaussian'"
             )
-        self._clip, self._plan, self.bound = clip, plan, clip.initial
-        self.count_noise = clip.count_noise or max(plan.batch_size / 20, plan.noise)
-        if 2 * self.count_noise <= plan.noise:
+        self._clip, self._plan = clip, plan
+        self._groups = grouped(clip.per, params or {})
+        bounds = in_order(clip.initial, self._groups)
+        self.bound = bounds[0] if clip.per is None else bounds
+        self.counts = len(bounds)
+        whole, most = math.sqrt(self.counts), plan.noise * max(plan.noise_schedule or [1.0])
+        self.count_noise = clip.count_noise or max(plan.batch_size / 20, most * whole)
+        if 2 * self.count_noise <= most * whole:
             raise ValueError(
                 f"count_noise {self.count_noise:g} would take the whole budget: it has to be larger than half of the "
-                f"plan's noise multiplier, {plan.noise / 2:g}"
+                f"plan's noise multiplier{' times the root of the number of groups' * (self.counts > 1)}, "
+                f"{most * whole / 2:g}"
             )
+        self.begin(0)
+
+    def begin(self, step: int) -> None:
+        self._noise = self._plan.noise_at(step)
+
+    @property
+    def _bounds(self) -> list[float]:
+        assert self.bound is not None
+        return self.bound if isinstance(self.bound, list) else [self.bound]
 
     @property
     def _kappa(self) -> float:
@@ -193,34 +211,60 @@ class Following(Clipper):
 
     @property
     def _ideal(self) -> float:
-        z = self._plan.noise
+        z = self._noise
         if z == 0:
             return 1.0
-        return z * self.bound / math.sqrt(self.count_noise**2 - z**2 / 4)
+        return z * math.hypot(*self._bounds) / math.sqrt(self.count_noise**2 - self.counts * z**2 / 4)
 
     def reduction(self) -> ClippedSum:
-        return ClippedSum(self.bound, nonfinite=self._clip.nonfinite)
+        assert self.bound is not None
+        return ClippedSum(self.bound, per=self._clip.per, nonfinite=self._clip.nonfinite)
 
     def sensitivity(self) -> float:
-        return math.hypot(self.bound, self._kappa / 2)
+        return math.hypot(*self._bounds, *[self._kappa / 2] * self.counts)
 
     def count(self, clipping: Clipping) -> Tensor | None:
-        norms: Tensor = clipping.norms
-        return (norms <= self.bound).long().mul_(2).sub_(1).sum().mul_(self._steps).reshape(1)
+        below = [norms <= bound for norms, bound in zip(listed(clipping.norms), self._bounds, strict=True)]
+        return torch.stack(below).long().mul_(2).sub_(1).sum(1).mul_(self._steps)
 
     def follow(self, noisy: Tensor) -> None:
-        fraction = float(noisy) / self._kappa / self._plan.batch_size + 0.5
-        moved = self.bound * math.exp(-self._clip.rate * (fraction - self._clip.quantile))
-        self.bound = min(max(moved, 1e-10), 1e10)
+        moved = [self._moved(*pair) for pair in zip(self._bounds, noisy.tolist(), strict=True)]
+        self.bound = moved if isinstance(self.bound, list) else moved[0]
+
+    def _moved(self, bound: float, noisy: float) -> float:
+        fraction = noisy / self._kappa / self._plan.batch_size + 0.5
+        moved = bound * math.exp(-self._clip.rate * (fraction - self._clip.quantile))
+        return min(max(moved, 1e-10), 1e10)
 
     def describe(self) -> dict[str, Any]:
-        return {"kind": "AdaptiveClip", **asdict(self._clip)}
+        clip = self._clip
+        initial = in_order(clip.initial, self._groups)
+        described = {
+            "kind": "AdaptiveClip",
+            "initial": initial[0] if clip.per is None else initial,
+            "quantile": clip.quantile,
+            "rate": clip.rate,
+            "count_noise": clip.count_noise,
+            "nonfinite": clip.nonfinite,
+        }
+        return described if clip.per is None else {**described, "groups": self._groups}
 
 
-def clipper(clip: Clip, params: Mapping[str, Tensor], plan: Plan) -> Clipper:
-    """The `Clipper` of a clip, for the parameters and the plan of a run."""
-    if isinstance(clip, AdaptiveClip):
-        return Following(clip, plan)
-    if isinstance(clip, ClippedSum):
-        return Fixed(clip, params)
-    raise TypeError(f"clip must be a ps.ClippedSum or a dp.AdaptiveClip, not a {type(clip).__name__}")
+def grouped(per: Per, params: Mapping[str, Tensor]) -> dict[str, list[str]]:
+    """Names of parameters by group, if each of them is in one."""
+    groups = Groups.of(per, Call(params, 0, _NO_DEVICE, dict))
+    groups.check_partition()
+    return {str(key): list(names) for key, names in groups.members.items()}
+
+
+def in_order(bounds: Bounds, groups: Mapping[str, object]) -> list[float]:
+    """One bound for each group, in the order of groups."""
+    if isinstance(bounds, Mapping):
+        named = {str(key): float(bound) for key, bound in bounds.items()}
+        if set(named) != set(groups):
+            raise ValueError(f"there must be one bound per group: expected {list(groups)}, got {list(named)}")
+        return [named[key] for key in groups]
+    found = [float(bound) for bound in bounds] if isinstance(bounds, Sequence) else [float(bounds)] * len(groups)
+    if len(found) != len(groups):
+        raise ValueError(f"there must be one bound per group: expected {len(groups)}, got {len(found)}")
+    return found

@@ -101,7 +101,8 @@ class CompiledSums(CompiledStep):
         """The clipped sums of a batch, in a call that may have at most so many samples ``at_once``."""
         self._expect(part.size, part.padding, clipper.reduction())
         counting = part.size - part.padding
-        self._graphs.set_for(clipper.bound or NOMINAL, counting=counting, at_once=at_once)
+        bound = clipper.bound if isinstance(clipper.bound, float) else NOMINAL
+        self._graphs.set_for(bound, counting=counting, at_once=at_once)
         if varies:
             _open([*given.args, *given.options.values()], part.size)
         found: CertifiedSums = self(*given.args, **given.options)[0]

@@ -36,7 +36,7 @@ class Gradients:
         self._added: dict[int, weakref.ref[Tensor]] = {}  # the gradients that a backward has added to
         self._since_batch: set[int] = set()
         self._in_step, self._tell = False, weakref.WeakMethod(after_step)
-        inner = _innermost(optimizer)
+        inner = innermost(optimizer)
         handles = [p.register_post_accumulate_grad_hook(self._note) for p in params.values()]
         handles += [inner.register_step_pre_hook(self._before_step), inner.register_step_post_hook(self._after_step)]
         weakref.finalize(owner, _remove, handles)
@@ -118,7 +118,7 @@ def _says_something(gradient: Tensor | None) -> bool:
     return bool((own.coalesce().values() if own.is_sparse else own).any())
 
 
-def _innermost(optimizer: Optimizer) -> Optimizer:
+def innermost(optimizer: Optimizer) -> Optimizer:
     """The one that steps, below wrappers such as accelerate's, which have no hooks of their own."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner

@@ -47,21 +47,24 @@ class Guard:
         """Record no more calls: what follows is not to be checked."""
         self._held = self._recorder.stop() if self.is_due else None
 
-    def check(self, batch: int) -> None:
-        """Run the calls again that were recorded until `hold`; refuse the step if samples interact."""
+    def check(self, batch: int, users: Sequence[int] | None = None) -> None:
+        """Run the calls again that were recorded until `hold`; refuse the step if samples interact.
+
+        Where ``users`` are how many of the samples each user has, samples of one user may.
+        """
         calls, self._held = self._held, None
         if calls is None:
             return
-        conclusive = [self._check_call(call, batch) for call in calls]
+        conclusive = [self._check_call(call, batch, users) for call in calls]
         if any(conclusive):
             self._conclusive += 1
-        elif batch > 1:
+        elif (batch if users is None else len(users)) > 1:
             self._inconclusive += 1
             self._warn_if_nothing_was_proven(calls)
 
-    def _check_call(self, call: RecordedCall, batch: int) -> bool:
+    def _check_call(self, call: RecordedCall, batch: int, users: Sequence[int] | None) -> bool:
         """Whether running the call again was conclusive."""
-        comparison = compare_with_fewer_samples(call, batch)
+        comparison = compare_with_fewer_samples(call, batch, users)
         if comparison is None:
             return False
         if comparison.buffers:

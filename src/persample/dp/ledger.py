@@ -51,9 +51,9 @@ class Ledger:
             left = min(left, (math.ceil(self.plan.length / per_pass) - self.passes) * per_pass)
         return max(left, 0)
 
-    def spent(self) -> float:
-        """Epsilon so far."""
-        return self.plan.spent(self.steps, self.passes)
+    def spent(self, delta: float | None = None) -> float:
+        """Epsilon so far, at the plan's delta or another."""
+        return self.plan.spent(self.steps, self.passes, delta)
 
     def begin_journal(self, path: Path) -> None:
         """Begin a journal, to which every step is written before its release."""

@@ -27,7 +27,8 @@ class Mechanism:
     def __init__(self, plan: Plan, clipper: Clipper, team: Team, params: Mapping[str, Tensor]) -> None:
         self._plan, self._clipper, self._team, self._params = plan, clipper, team, params
         self._size = sum(p.numel() * (2 if p.is_complex() else 1) for p in params.values())  # in real numbers
-        self._known_units: tuple[float | None, Mapping[str, Unit]] | None = None  # and the bound that they are for
+        self._known_units: tuple[object, Mapping[str, Unit]] | None = None  # and the bound that they are for
+        self.noise_std = 0.0  # on every coordinate of the gradients that were released last
         self.sums = Sums({name: team.own(p) for name, p in params.items()})
         self.stream: Stream | None = None
         if plan.mechanism != "gaussian" and plan.noise:
@@ -46,7 +47,7 @@ class Mechanism:
 
     def take(self) -> list[Whole]:
         """What the parts of this step have added up to."""
-        return self.sums.take(self._units(), self._clipper.counted_in)
+        return self.sums.take(self._units(), self._clipper.counted_in, self._clipper.counts)
 
     def _units(self) -> Mapping[str, Unit]:
         """The units of this step's sums."""
@@ -58,14 +59,17 @@ class Mechanism:
     def drawn_on_host(self, source: Source) -> int:
         """How many numbers of a release get noise that is not made where they are."""
         made_there = self.stream is None and all(source.draws_on(p.device) for p in self._params.values())
-        return 0 if made_there or not self._plan.noise else self._size + (self._clipper.counted_in is not None)
+        return 0 if made_there or not self._plan.noise else self._size + self._clipper.counts
 
-    def noisy_means(self, sums: Sequence[Whole], source: Source, number: int) -> list[Tensor]:
-        """The sums with the noise of a release, over the expected batch size; a bound that moves follows the count."""
-        counted = self._clipper.counted_in is not None
+    def noisy_means(self, sums: Sequence[Whole], source: Source, number: int, step: int) -> list[Tensor]:
+        """The sums with the noise of a release, over the expected batch size; a bound that moves follows the count.
+
+        The noise is what a step, counted from 0, is accounted for with.
+        """
+        counted = self._clipper.counts
         scale = Scale(
             sensitivity=self._clipper.sensitivity() * self._plan.contributions,
-            noise_multiplier=self._plan.noise,
+            noise_multiplier=self._plan.noise_at(step),
             size=self._size + counted,
             factor=1.0 if self.stream is None else self.stream.factor,
         )
@@ -78,7 +82,8 @@ class Mechanism:
 
         released = self._team.release(sums, noisy)
         if counted:
-            self._clipper.follow(released.tensors[-1][-1:].clone())
+            self._clipper.follow(released.tensors[-1][-counted:].clone())
+        self.noise_std = scale.std / self._plan.batch_size
         return released.divided(self._plan.batch_size, self.sums.shapes, self.sums.dtype)
 
     def give(self, means: Sequence[Tensor]) -> None:

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from .accounting import ACCOUNTANTS, Accountant, epsilon
+from torch.utils.data import DataLoader
+
+from . import schedules
+from .accounting import ACCOUNTANTS, Accountant, epsilon, epsilon_of_all
 from .correlated.choose import best_bands
 from .correlated.encoders import Encoder, banded, buffered
 from .correlated.settings import MechanismName, Sampling, check_settings, most_bands
+from .loaders import planned
 from .solve import CLOSE, least_noise, most_steps
+from .units import name_of_one, units
+from .words import in_words
 
 _MOST_STEPS = 10_000_000
 _BUFFERS = 3
-_IN_ITS_PLACE = "more or less, in its place"
 _ROUNDING = 1e-6  # by how much an epsilon may be larger elsewhere, relatively, for the same noise and steps
 
 
@@ -35,12 +41,17 @@ class Plan:
 
     Args:
         examples: the size of the dataset, which is public.
+        users: in place of examples: how many users there are, whose data are protected as a whole. All else that is
+            said of examples is then said of users (docs/private-training.md).
+        items_per_user: how many items of a user a step takes at most; all, if it is left out. It changes no promise.
         batch_size: the expected size of a batch: every example is in it with probability batch_size / examples.
         delta: the probability with which the promise may fail; far below 1 / examples.
         epochs: the length, as expected passes over the dataset.
         steps: the length, as optimizer steps.
         epsilon: the budget.
         noise_multiplier: the noise's standard deviation over the sensitivity of the sum. 0 gives no privacy at all.
+        noise_schedule: factors of the noise multiplier, each for an equal share of the steps: ``(1.0, 0.75, 0.5)``, or
+            of `dp.schedules`. Every step is accounted for with its own noise.
         accountant: "pld" (privacy loss distributions: tight) or "rdp" (Rényi: a looser bound, fast).
         sampling: "poisson", or "shuffled": batches of equal size, every example once in an epoch. Nothing is gained by
             sampling then: an epoch costs as much as one step on all examples, and as neighbours differ in one example
@@ -54,13 +65,16 @@ class Plan:
         momentum: of the optimizer (SGD), for which correlated noise is optimised. It changes no promise.
     """
 
-    examples: int
+    examples: int = 0
+    users: int | None = None
+    items_per_user: int | None = None
     batch_size: int
     delta: float
     epochs: float | None = None
     steps: int | None = None
     epsilon: float | None = None
     noise_multiplier: float | None = None
+    noise_schedule: Sequence[float] | None = None
     accountant: Accountant = "pld"
     sampling: Sampling = "poisson"
     mechanism: MechanismName = "gaussian"
@@ -70,6 +84,7 @@ class Plan:
     solved: str | None = field(default=None, init=False, repr=False, compare=False)  # the name of what was left out
 
     def __post_init__(self) -> None:
+        self._set("examples", units(self))
         self._check_numbers()
         self._check_length()
         self._check_privacy()
@@ -83,6 +98,9 @@ class Plan:
                 f"third; missing are {' and '.join(missing)}"
             )
         check_settings(self, solves_steps="steps" in missing)
+        if self.noise_schedule is not None:
+            self._set("noise_schedule", schedules.checked(self.noise_schedule, "noise_schedule"))
+            schedules.check_goes_with(self.sampling, self.mechanism, solves_steps="steps" in missing)
         if self.mechanism == "banded" and self.bands is None:
             self._set("bands", self._best_bands())
         if self.mechanism == "blt":
@@ -108,7 +126,7 @@ class Plan:
 
     def _check_length(self) -> None:
         if self.batch_size > self.examples:
-            raise ValueError(f"batch_size {self.batch_size} is larger than the dataset of {self.examples} examples")
+            raise ValueError(f"batch_size {self.batch_size} is larger than the dataset of {self.examples} {self._one}s")
         if self.epochs is not None and self.steps is not None:
             raise ValueError(f"length is given twice: epochs={self.epochs} and steps={self.steps}; leave one out")
         if self.epochs is not None and not 0 < self.epochs < math.inf:
@@ -119,8 +137,7 @@ class Plan:
             raise ValueError("epsilon must be positive: with epsilon 0 nothing may be learnt")
         if self.noise_multiplier == math.inf:
             raise ValueError("noise_multiplier must be finite")
-        if not isinstance(self.delta, float) or not 0 < self.delta < 1:
-            raise ValueError(f"delta must be a number between 0 and 1, not {self.delta!r}")
+        _check_delta(self.delta)
         if self.accountant not in ACCOUNTANTS:
             raise ValueError(f"accountant must be one of {', '.join(ACCOUNTANTS)}, not {self.accountant!r}")
 
@@ -128,10 +145,32 @@ class Plan:
         """Still a promise, and published results use 1 / examples: said loudly, not refused."""
         if self.delta >= 1 / self.examples:
             warnings.warn(
-                f"delta {self.delta:g} is not below 1 / examples = {1 / self.examples:g}: publishing one example in "
-                f"full would keep such a promise. Choose a delta far below that",
+                f"delta {self.delta:g} is not below 1 / {self._one}s = {1 / self.examples:g}: publishing one "
+                f"{self._one} in full would keep such a promise. Choose a delta far below that",
                 stacklevel=4,
             )
+
+    @property
+    def _one(self) -> str:
+        return name_of_one(self)
+
+    @classmethod
+    def like(cls, loader: DataLoader[Any], **settings: Any) -> Plan:
+        """A plan for as many examples, batches of the size and epochs of as many steps as a DataLoader has.
+
+        >>> import torch
+        >>> from persample import dp
+        >>> data = torch.utils.data.TensorDataset(torch.randn(1000, 5), torch.randint(3, (1000,)))
+        >>> loader = torch.utils.data.DataLoader(data, batch_size=64, shuffle=True, drop_last=True)
+        >>> plan = dp.Plan.like(loader, epochs=2, epsilon=3.0, delta=1e-5, accountant="rdp")
+        >>> plan.examples, plan.batch_size, plan.steps
+        (1000, 64, 30)
+
+        Args:
+            loader: of a map-style dataset; `Private.epochs` and `Private.batches` take it, too, with its options.
+            settings: as for a `Plan`.
+        """
+        return cls(**planned(loader, settings))
 
     @property
     def rate(self) -> float:
@@ -155,6 +194,12 @@ class Plan:
         """The noise multiplier, given or solved."""
         assert self.noise_multiplier is not None
         return self.noise_multiplier
+
+    def noise_at(self, step: int) -> float:
+        """The noise multiplier of a step, counted from 0."""
+        if self.noise_schedule is None:
+            return self.noise
+        return self.noise * schedules.factor_at(self.noise_schedule, step, self.length)
 
     @property
     def budget(self) -> float:
@@ -182,6 +227,8 @@ class Plan:
         It is the standard deviation on a coordinate, in root mean square over all steps. With momentum, of the sum that
         the optimizer makes.
         """
+        if self.noise_schedule is not None:
+            return self.noise * schedules.expected_error(self.noise_schedule, self.length, self.momentum)
         return self.noise * self.contributions * self.encoder.error
 
     def dp_sgd(self) -> Plan:
@@ -198,20 +245,30 @@ class Plan:
                 noise_multiplier=None if self.budget < math.inf else 0.0,
             )
 
-    def spent(self, steps: int, passes: int | None = None) -> float:
-        """The epsilon at the plan's delta after so many steps; with shuffled batches, passes that were begun count."""
+    def spent(self, steps: int, passes: int | None = None, delta: float | None = None) -> float:
+        """The epsilon after so many steps; with shuffled batches, passes that were begun count.
+
+        It is at the plan's delta, or at another.
+        """
+        if delta is not None:
+            _check_delta(delta)
         if self.sampling == "shuffled" and passes is None:
             passes = math.ceil(steps / self.steps_per_epoch)
-        return self._epsilon(steps, self.noise, passes)
+        return self._epsilon(steps, self.noise, passes, delta)
 
-    def _epsilon(self, steps: int, noise: float, passes: int | None = None) -> float:
+    def _epsilon(self, steps: int, noise: float, passes: int | None = None, delta: float | None = None) -> float:
+        delta = self.delta if delta is None else delta
+        if self.noise_schedule is not None:
+            counts = schedules.counts(self.noise_schedule, steps, self.length)
+            each = tuple((count, noise * factor) for factor, count in counts.items())
+            return epsilon_of_all(each, self.rate, delta, self.accountant)
         if self.sampling == "poisson":
-            return epsilon(math.ceil(steps / (self.bands or 1)), self.rate, noise, self.delta, self.accountant)
+            return epsilon(math.ceil(steps / (self.bands or 1)), self.rate, noise, delta, self.accountant)
         if self.sampling == "cyclic":
             often = self._participations(steps)
-            return epsilon(1, 1.0, noise / math.sqrt(often), self.delta, self.accountant) if steps else 0.0
+            return epsilon(1, 1.0, noise / math.sqrt(often), delta, self.accountant) if steps else 0.0
         passes = math.ceil(steps / self.steps_per_epoch) if passes is None else passes
-        return epsilon(passes, 1.0, noise, self.delta, self.accountant)
+        return epsilon(passes, 1.0, noise, delta, self.accountant)
 
     def _participations(self, steps: int) -> float:
         """How often an example takes part in so many steps of cyclic batches."""
@@ -275,7 +332,8 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Everything that the accounting depends on, to be stored and compared."""
-        return asdict(self)
+        schedule = self.noise_schedule
+        return {**asdict(self), "noise_schedule": None if schedule is None else list(schedule)}
 
     def differences(self, other: dict[str, Any]) -> list[str]:
         """Where another plan, as a dict, promises something else than this one, or was kept in another way.
@@ -293,45 +351,16 @@ class Plan:
         return [f"{name}={other.get(name)!r} instead of {own[name]!r}{remedy}" for name in wrong]
 
     def __str__(self) -> str:
-        how = {
-            "poisson": (
-                f"of {self.batch_size} of {self.examples} examples on average, Poisson sampling",
-                "more or less",
-            ),
-            "shuffled": (f"of {self.batch_size} of {self.examples} examples, shuffled every epoch", "replaced"),
-            "cyclic": (f"of {self.batch_size} of {self.examples} examples, the same in every epoch", _IN_ITS_PLACE),
-        }
-        sampled, neighbours = how[self.sampling]
-        if self.sampling == "poisson" and (self.bands or 1) > 1:
-            sampled, neighbours = f"{sampled} from {self.bands} parts in turn", _IN_ITS_PLACE
-        promise = "no privacy: without noise, epsilon is infinite"
-        if self.budget < math.inf:
-            promise = (
-                f"epsilon {self.budget:.4g} at delta {self.delta:g} ({self.accountant.upper()} accountant, neighbours: "
-                f"one example {neighbours})"
-            )
-        noise = f"noise multiplier {self.noise:.5g}{self._correlation()}"
-        return f"{self.length} steps ({self.epochs:.4g} epochs) {sampled}\n{noise}\n{promise}"
-
-    def _correlation(self) -> str:
-        """How noise is correlated, and what is gained by it, in words."""
-        if self.mechanism == "gaussian":
-            return ""
-        name, count = ("band", self.bands) if self.mechanism == "banded" else ("buffer", self.buffers)
-        by = f"{count} {name}{'s' * (count != 1)}"
-        return f", correlated by {by}\nexpected error of sums {self.expected_error:.4g} sensitivities{self._compared()}"
-
-    def _compared(self) -> str:
-        """How much of DP-SGD's error is left, in words, where there is a DP-SGD to compare with."""
-        try:
-            other = self.dp_sgd().expected_error
-        except ValueError:  # so much noise that accountants round what it loses to nothing
-            return ""
-        return f", {self.expected_error / other:.4g} times DP-SGD's" if other else ""
+        return in_words(self)
 
 
 def _is_number(value: object, *types: type) -> bool:
     return isinstance(value, types) and not isinstance(value, bool)
+
+
+def _check_delta(delta: object) -> None:
+    if not isinstance(delta, float) or not 0 < delta < 1:
+        raise ValueError(f"delta must be a number between 0 and 1, not {delta!r}")
 
 
 def _close(name: str, own: float, other: object) -> bool:

@@ -12,11 +12,13 @@ from torch import Tensor, nn
 
 from ..graph.read.compiled import break_graph
 from ..reductions import ClippedSum
+from .adam import check_noise, tell_noise
 from .binding import Binding, mark, trainable
 from .books import Books
-from .clips import Clip, clipper
+from .clippers import Clip, check_can_be_compiled, clipper
 from .compiled import CompiledSums
 from .early import Early
+from .epochs import epochs
 from .errors import PrivacyError
 from .fingerprints import alike
 from .given import Given
@@ -24,12 +26,13 @@ from .gradients import Gradients
 from .guard import Guard
 from .kept_noise import KeptNoise
 from .ledger import Ledger
+from .loaders import merged, taken_apart
 from .mechanism import Mechanism
 from .plan import Plan
 from .records import Spent, Step
 from .releases import Copied, Releases
 from .runs import RUNS, warn_of
-from .sampling import BatchPart, Sampler, check_data, loader, most_samples
+from .sampling import BatchPart, Sampler, check_counts, check_data, loader, most_samples
 from .sources import make_source
 from .state import Checkpoint, load, read
 from .steady import Steady
@@ -61,7 +64,7 @@ class Private:
             on these parameters tell of other backwards.
         optimizer: any of ``torch.optim`` (but LBFGS) that holds those parameters.
         plan: a `Plan`.
-        clip: a ``ps.ClippedSum``, flat, per group or automatic, or an `AdaptiveClip`.
+        clip: a ``ps.ClippedSum``, flat, per group or automatic, an `AdaptiveClip` or a `ScheduledClip`.
         secure: draw samples and noise from keys of the operating system, which nobody can foretell: by default, unless
             there is a seed.
         seed: for tests: draw the same samples and noise in every run that is set up alike, whatever its data; then they
@@ -106,6 +109,7 @@ class Private:
         self._guard = Guard(model, check_every if self._team.reruns else 0)
         self._steady = Steady()
         self._gradients = Gradients(self, model, optimizer, params, after_step=self._after_step)
+        check_noise(optimizer, plan)
         self._mechanism = Mechanism(plan, self._clipper, self._team, self._binding.params)
         self._compiled = None if compile is None else self._compile(compile, backend)
         self._physical = most_samples(plan)  # how many samples there may be in a part of a batch
@@ -121,8 +125,7 @@ class Private:
             self._noise.forget("a journal does not have it")  # which `batches` says, if nothing is resumed before
 
     def _compile(self, losses_fn: Callable[..., Tensor], backend: str | Callable[..., Any]) -> CompiledSums:
-        if self._team.size > 1 or self._team.lockstep:
-            raise ValueError("compile= is for one process: leave it out where several train together")
+        check_can_be_compiled(self.plan, self._team, self._clipper)
         samples = most_samples(self.plan), self.plan.batch_size
         return CompiledSums(losses_fn, self._model, self._binding.params, self._clipper, *samples, backend)
 
@@ -141,8 +144,8 @@ class Private:
         return self._clip
 
     @property
-    def bound(self) -> float | None:
-        """The bound on a sample's gradient in the next step, where it moves."""
+    def bound(self) -> float | list[float] | None:
+        """The bound on a sample's gradient in the next step, where it moves; a list of those of groups."""
         return self._clipper.bound
 
     @property
@@ -150,18 +153,36 @@ class Private:
         """Steps that are accounted for, those with empty batches included."""
         return self._ledger.steps
 
-    def spent(self) -> Spent:
-        """What is spent so far, by the plan's accountant."""
-        return Spent(self._ledger.spent(), self.plan.delta, self._ledger.steps)
+    def spent(self, delta: float | None = None) -> Spent:
+        """What is spent so far, by the plan's accountant.
+
+        Args:
+            delta: at which epsilon is asked for; by default the plan's, which is what was promised.
+        """
+        return Spent(self._ledger.spent(delta), self.plan.delta if delta is None else delta, self._ledger.steps)
+
+    def epochs(self, data: Any, **options: Any) -> Iterator[Iterator[Any]]:
+        """The batches of one epoch after another, until the plan's steps are done.
+
+        ``for epoch in private.epochs(loader): for x, y in epoch: ...`` has a turn of the outer loop for every
+        epoch.
+
+        An epoch has as many steps as the loader has batches, or as see every example once, on average. A resumed run
+        begins with what is left of its epoch.
+
+        Args:
+            data: as for `batches`: a dataset, or a ``DataLoader``.
+            options: as for `batches`, but for ``steps``.
+        """
+        return epochs(self.batches, self._ledger, data, options)
 
     def batches(
         self,
         data: Any,
         *,
+        users: Any = None,
         physical_batch_size: int | None = None,
         steps: int | None = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        num_workers: int = 0,
         **options: Any,
     ) -> Iterator[Any]:
         """Batches of a map-style dataset, sampled as the plan says, until its steps are done.
@@ -170,20 +191,22 @@ class Private:
         empty one the first example is yielded, and does not count: its step is of noise alone.
 
         Args:
-            data: a dataset with a length, ``plan.examples``, and items by index.
+            data: a dataset with a length, ``plan.examples``, and items by index; or a ``DataLoader`` of one, whose
+                options are used, and whose batch size must be the plan's. Its batches are sampled anew, as the plan
+                says.
+            users: where the plan is for users: whose each item is, a tensor, array or list of integers or strings. A
+                batch has the items of its users, and `step` takes one loss for each item, adds up those of a user, and
+                clips the gradient of that.
             physical_batch_size: yield larger batches in parts of this size, each with a `step` of its own; the
-                optimizer steps after the last part.
+                optimizer steps after the last part. All items of a user are in one part.
             steps: stop after so many steps, for instance at the end of an epoch; call again to go on.
-            collate_fn: as for a ``DataLoader``, and so are ``num_workers`` and further ``options``.
-            num_workers: as for a ``DataLoader``.
-            options: as for a ``DataLoader``.
+            options: as for a ``DataLoader``: ``collate_fn``, ``num_workers``, ``pin_memory`` and others.
         """
         self._world.check()
         self._releases.check()
-        check_data(data, self.plan)
-        for name, value in (("physical_batch_size", physical_batch_size), ("steps", steps)):
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} must be a positive integer, not {value!r}")
+        data, given = taken_apart(data, self.plan.batch_size if self.plan.users is None else None)
+        check_counts(physical_batch_size=physical_batch_size, steps=steps)
+        whose = check_data(data, self.plan, users, physical_batch_size)
         earlier = RUNS.enter(self._ledger, self._model, data)
         self._warned = self._warned or warn_of(earlier, self._ledger)
         self._noise.warn()
@@ -192,8 +215,8 @@ class Private:
         self._physical = min(most_samples(self.plan), physical_batch_size or most_samples(self.plan))
         self._mechanism.sums.clear()
         count = self._ledger.left if steps is None else min(steps, self._ledger.left)
-        sampler = Sampler(self.plan, self._source, self._team, self._ledger.steps, count, physical_batch_size)
-        loaded = loader(data, sampler, {"collate_fn": collate_fn, "num_workers": num_workers, **options})
+        sampler = Sampler(self.plan, self._source, self._team, self._ledger.steps, count, physical_batch_size, whose)
+        loaded = loader(data, sampler, merged(given, options))
         return self._go_through(loaded, sampler, self._calls)
 
     def _go_through(self, loaded: Any, sampler: Sampler, call: int) -> Iterator[Any]:
@@ -215,6 +238,7 @@ class Private:
 
     def _expect(self, part: BatchPart) -> None:
         self._part, self._marked = part, mark() if self._compiled is None else 0
+        self._clipper.begin(part.step)
         self._gradients.begin()
         self._steady.watch(self._binding.every())
         self._guard.watch(part.step)
@@ -269,7 +293,7 @@ class Private:
         if part is None:
             raise PrivacyError("no batch waits for a step: losses must come from a batch of private.batches, once each")
         if self._compiled is None:
-            given.check(part.size, self._marked)
+            given.check(part.items, self._marked)
         elif self._guard.is_due and not self._is_left_out(part):
             self._compiled.show(given, part.size)  # to the guard, which sees what Python runs
         self._guard.hold()
@@ -280,7 +304,7 @@ class Private:
         every = self._binding.check()
         self._gradients.check(self._optimizer)
         self._steady.check(every)
-        self._guard.check(part.size)
+        self._guard.check(part.items, part.sizes)
         clipped, dropped = self._add(given, sums, part)
         self._part = None
         self.dropped += dropped
@@ -303,7 +327,7 @@ class Private:
         if self._is_left_out(part):
             return 0.0, 0
         if sums is None:
-            sums = self._mechanism.clipped(given.losses, part.padding)
+            sums = self._mechanism.clipped(part.per_sample(given.losses), part.padding)
         count, dropped = self._clipper.count(sums.asked), len(sums.clipping.dropped)
         self._part = None  # first: what may have been added must not be added again
         clipped = self._mechanism.sums.add(sums, count)
@@ -320,10 +344,12 @@ class Private:
             sums = self._mechanism.take()
             with self._team.accounting():
                 self._ledger.account(part.opens_pass)
-            means = self._mechanism.noisy_means(sums, self._source, number)
+            means = self._mechanism.noisy_means(sums, self._source, number, self._ledger.steps - 1)
             self._gradients.released()
             self._steady.released()
             self._mechanism.give(means)
+            self._clipper.begin(self._ledger.steps)
+        tell_noise(self._optimizer, self._mechanism.noise_std)
 
     def state_dict(self) -> dict[str, Any]:
         """The accounts, and what they are bound to: numbers, strings, lists and dicts, no tensors.
@@ -350,6 +376,7 @@ class Private:
         self._calls += 1
         self._part = None
         self._mechanism.sums.clear()
+        self._clipper.begin(self._ledger.steps)
         self._releases.renew()
 
     def save(self, path: str | PathLike[str]) -> None:

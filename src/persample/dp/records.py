@@ -11,7 +11,8 @@ class Step:
 
     ``updated`` is False for all but the last part of a batch that is split by ``physical_batch_size``. ``size`` and
     ``clipped`` (the share of samples that were weighed down) are of this part, ``dropped`` counts its samples left out
-    as not finite. ``size`` is 0 where a sample was run in place of none, which did not count.
+    as not finite. ``size`` is 0 where a sample was run in place of none, which did not count. Where the plan is for
+    users, samples are users.
     """
 
     number: int

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .accounts import Accounts, check_accounts, is_count, is_positive
+from .accounts import Accounts, check_accounts, is_bound, is_count
 from .binding import Binding
 from .errors import PrivacyError
 from .journal import Journal, sync_directory
@@ -31,12 +31,12 @@ class Checkpoint:
     steps: int
     passes: int
     dropped: int
-    bound: float | None
+    bound: float | list[float] | None
     plan: dict[str, Any]
     bindings: dict[str, Any]
 
     @classmethod
-    def of(cls, ledger: Ledger, binding: Binding, bound: float | None, dropped: int) -> Checkpoint:
+    def of(cls, ledger: Ledger, binding: Binding, bound: float | list[float] | None, dropped: int) -> Checkpoint:
         accounts = ledger.accounts
         return cls(
             _VERSION, accounts.run, accounts.steps, accounts.passes, dropped, bound, accounts.plan, binding.describe()
@@ -49,7 +49,7 @@ class Checkpoint:
             raise ValueError(f"this is no state of private training of version {_VERSION}: {str(state)[:80]}")
         check_accounts(state, [f.name for f in fields(cls)])
         dropped, bound, bindings = state["dropped"], state["bound"], state["bindings"]
-        if not is_count(dropped) or not isinstance(bindings, dict) or not (bound is None or is_positive(bound)):
+        if not is_count(dropped) or not isinstance(bindings, dict) or not (bound is None or is_bound(bound)):
             raise ValueError(
                 f"the state of private training is damaged: it says dropped {str(dropped)[:80]!r}, bound "
                 f"{str(bound)[:80]!r} and bindings {str(bindings)[:80]}"

@@ -175,8 +175,8 @@ class Sums:
         """Whether no parameter was reached by any part so far."""
         return not self._sums and (self._line is None or not self._line.names)
 
-    def take(self, units: Mapping[str, Unit], counted_in: Unit | None) -> list[Whole]:
-        """The sums in the parameters' order, and the count if the clip asks for one; zeros where nothing came.
+    def take(self, units: Mapping[str, Unit], counted_in: Unit | None, counts: int = 1) -> list[Whole]:
+        """The sums in the parameters' order, and counts if the clip asks for some; zeros where nothing came.
 
         Sums that have come together, in one unit, stay so.
         """
@@ -194,7 +194,7 @@ class Sums:
             ]
         if counted_in is not None:
             device = wholes[0].numbers.device if wholes else None
-            count = torch.zeros(1, dtype=torch.int64, device=device) if self._count is None else self._count
+            count = torch.zeros(counts, dtype=torch.int64, device=device) if self._count is None else self._count
             wholes.append(Whole(count, counted_in))
         self.clear()
         return wholes

@@ -18,7 +18,7 @@ from .sums import Clipped, Line, Whole
 Parts = list[tuple[list[int], int]]
 Alike = Callable[[], Mapping[str, int]]  # numbers by name that must be the same in all processes
 
-_SHOWN = 0  # the index of what is run where there is no sample: a public choice
+SHOWN = 0  # the index of what is run where there is no sample: a public choice
 
 
 class AddNoise(Protocol):
@@ -77,7 +77,7 @@ class Team:
         turns = max(len(split(samples[:: self.size], physical)), 1)  # the first process's share is the largest
         alone = physical == 1  # always, or never: the gradient of a single sample is computed in another way
         parts = [(part, 0) if len(part) > 1 or alone else (part * 2, 1) for part in own]
-        return parts + [([_SHOWN], 1)] * (turns - len(own))
+        return parts + [([SHOWN], 1)] * (turns - len(own))
 
     def own(self, p: Tensor) -> Tensor:
         """The part of a parameter that this process adds noise to."""

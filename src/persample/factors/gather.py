@@ -9,7 +9,7 @@ of others, and one long sample makes none of the others longer.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -219,6 +219,18 @@ def products_of_rows(
     lefts, rights = _picked(left, tables, 0), _picked(right, tables, 0)
     groups: list[Group] = [(index, Outer(a, b, scale)) for (index, _), a, b in zip(tables, lefts, rights, strict=True)]
     return settled(groups, batch)
+
+
+def factors_of_rows(
+    rows: Sequence[Tensor], owners: Tensor, batch: int, make: Callable[[list[Tensor]], Factor]
+) -> Factor:
+    """What ``make`` makes of the rows (b, T, ...) of samples, which are padded with zeros.
+
+    ``owners`` says whose a row of each of the tensors is, -1 that it is nobody's.
+    """
+    tables = _tables(owners, batch)
+    picked = [_picked([t], tables, 0) for t in rows]
+    return settled([(index, make(list(each))) for (index, _), *each in zip(tables, *picked, strict=True)], batch)
 
 
 def _fit_side_by_side(pieces: Sequence[tuple[Tensor, Outer]]) -> bool:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import prod
 
 import torch
 from torch import Tensor
 
-from ..factors import Factor, Outer, products_of_rows
+from ..factors import Factor, Outer, factors_of_rows, products_of_rows
 from ..kernels.norms import wide
 from ..kernels.rows import rows_summed
 from ..numberless import with_numbers
@@ -69,6 +69,16 @@ class SampleRows:
         if self._rows is None:
             return Outer(self.group(left), self.group(right), scale)
         return products_of_rows([left], [right], self._rows, self.batch, scale)
+
+    def factor(self, rows: Sequence[Tensor], make: Callable[[list[Tensor]], Factor]) -> Factor:
+        """What ``make`` makes of the rows (B, T, ...) of every sample.
+
+        Ragged samples are padded with zeros in groups, so that T, by which rounding errors are bounded, does not depend
+        on how many rows others have.
+        """
+        if self._rows is None:
+            return make([self.group(t) for t in rows])
+        return factors_of_rows(rows, self._rows, self.batch, make)
 
     def sum(self, t: Tensor) -> Tensor:
         """(N, ...) -> (B, ...)."""

@@ -36,23 +36,44 @@ def rounding_tolerance(model: nn.Module) -> float:
     return max((_TOLERANCE.get(dtype, _COARSE_TOLERANCE) for dtype in dtypes), default=_TOLERANCE[torch.float32])
 
 
-def compare_with_fewer_samples(call: RecordedCall, batch: int) -> Comparison | None:
+def compare_with_fewer_samples(
+    call: RecordedCall, batch: int, together: Sequence[int] | None = None
+) -> Comparison | None:
     """Run the call on all of its samples and on a few, and compare; None if that proves nothing.
 
-    Samples may lie along dim 0 or 1 of the inputs: the comparison that speaks most in favour of the call counts.
+    Samples may lie along dim 0 or 1 of the inputs: the comparison that speaks most in favour of the call counts. Those
+    that may depend on each other, so many ``together`` one after another, are run together.
     """
-    comparisons = [_compare_along(call, SampleDim(batch, dim)) for dim in _SAMPLE_DIMS]
+    ends = _ends(batch, together)
+    comparisons = [_compare_along(call, SampleDim(batch, dim), ends) for dim in _SAMPLE_DIMS] if ends else []
     conclusive = [one for one in comparisons if one is not None]
     return min(conclusive, key=lambda one: (bool(one.buffers), one.difference), default=None)
 
 
-def _compare_along(call: RecordedCall, place: SampleDim) -> Comparison | None:
-    if place.batch < 2 or not any(place.holds_samples(value) for value in leaves((call.args, call.kwargs))):
+@dataclass(frozen=True)
+class _Ends:
+    """Samples at the two ends of a batch, which are run without the others."""
+
+    first: list[int]
+    last: list[int]
+
+
+def _ends(batch: int, together: Sequence[int] | None) -> _Ends | None:
+    """A few at each end, and no sample in both; None if there are not two."""
+    sizes = [1] * batch if together is None else together
+    few = min(len(sizes) // 2, _FEW)
+    if not few:
+        return None
+    return _Ends(list(range(sum(sizes[:few]))), list(range(batch - sum(sizes[-few:]), batch)))
+
+
+def _compare_along(call: RecordedCall, place: SampleDim, ends: _Ends) -> Comparison | None:
+    if not any(place.holds_samples(value) for value in leaves((call.args, call.kwargs))):
         return None
     for evaluating in (False, True):
         with without_dropout(call.module, evaluating=evaluating), torch.no_grad():
             try:
-                comparison = _compare_runs(call, place, training=not evaluating)
+                comparison = _compare_runs(call, place, ends, training=not evaluating)
             except Exception:  # the module knows why it cannot be called with fewer samples; nothing is proven then
                 return None
         if comparison is not None:
@@ -60,11 +81,9 @@ def _compare_along(call: RecordedCall, place: SampleDim) -> Comparison | None:
     return None
 
 
-def _compare_runs(call: RecordedCall, place: SampleDim, *, training: bool) -> Comparison | None:
+def _compare_runs(call: RecordedCall, place: SampleDim, ends: _Ends, *, training: bool) -> Comparison | None:
     """All samples against the first few and the last few; None if outputs are random, or have no place for samples."""
-    batch = place.batch
-    few = min(batch // 2, _FEW)
-    first, last = list(range(few)), list(range(batch - few, batch))
+    batch, first, last = place.batch, ends.first, ends.last
     first_outputs, first_buffers = run_again(call, place, first, seed=0)
     reseeded_outputs, reseeded_buffers = run_again(call, place, first, seed=1)
     if not all(_close(a, b) for a, b in zip(first_outputs, reseeded_outputs, strict=True)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch.nn.functional as F
+from torch import Tensor
 from torch.autograd.graph import Node
 
 from ...factors import Convolution, Dense, Factor, Outer, View
@@ -61,7 +62,7 @@ def convolution(use: Use) -> Factor | None:
     x = site.tensor("input")
     if use.k != 1 or x.dtype != g.dtype:
         return None
-    return Convolution(samples.group(x), samples.group(g), use.target, geometry)
+    return samples.factor([x, g], lambda ts: Convolution(ts[0], ts[1], use.target, geometry))
 
 
 def _per_dim(use: Use, name: str) -> tuple[int, ...]:
@@ -86,13 +87,17 @@ def conv_tbc(use: Use) -> Factor | None:
     site, g, rows = use.site, use.g, use.rows(2)
     if rows is None or use.k == 0 or g.is_complex():
         return None
-    g = rows.group(g.flatten(0, 1))
+    g = g.flatten(0, 1)
     if use.k == 2:
-        return Dense(g.sum(1))
+        return Dense(rows.group(g).sum(1))
     pad, length = site.number("pad"), use.target[0]
     windows = F.pad(site.tensor("self"), (0, 0, 0, 0, pad, pad)).unfold(0, length, 1)  # (T, B, C, length)
-    flat = Outer(rows.group(windows.mT.flatten(2).flatten(0, 1)), g)
-    return View(flat, use.target, Reshape(flat.shape, use.target))
+
+    def weight(sides: list[Tensor]) -> Factor:
+        flat = Outer(sides[0], sides[1])
+        return View(flat, use.target, Reshape(flat.shape, use.target))
+
+    return rows.factor([windows.mT.flatten(2).flatten(0, 1), g], weight)
 
 
 FLOW = {0: images, 1: shared_by_images, 2: shared_by_images}

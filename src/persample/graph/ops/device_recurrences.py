@@ -136,7 +136,12 @@ def _factor(use: Use, one: Replay, samples: SampleRows, which: int) -> Factor:
     dtype = use.site.metadata(use.k).dtype
     if which >= 2:
         return Dense(dy.sum(1).to(dtype))
-    factor = Outer(dy, _grouped(samples, one.h_previous if which else one.input), memo=shared)
+    x = one.h_previous if which else one.input
+    if samples.is_ragged:
+        sides = [d_gates.transpose(0, 1), x.transpose(0, 1)]
+        factor = samples.factor(sides, lambda ts: Outer(ts[0].flatten(1, 2), ts[1].flatten(1, 2)))
+    else:
+        factor = Outer(dy, _grouped(samples, x), memo=shared)
     return factor if factor.dtype == dtype else View(factor, factor.shape, Cast(factor.dtype, dtype))
 
 

@@ -115,27 +115,25 @@ def _matrices(use: Use, operand: int, first: str, second: str, scale: float) -> 
     if layout is None:
         return None
     other = _conj(use.site.tensor(first if operand == 1 else second)).permute(order)
-    grouped = _by_product(layout, g, other)
-    if grouped is None:
-        return None
-    dy, x = grouped
-    return Outer(x, dy, scale) if operand == 1 else Outer(dy, x, scale)
+    return _by_product(layout, tuple(g.shape), (other, g) if operand == 1 else (g, other), scale)
 
 
-def _by_product(layout: Layout, *tensors: Tensor) -> tuple[Tensor, ...] | None:
-    """(n, positions, ·) -> (B, n, T, ·) each, for a sample that lies in the positions or in both first dims."""
-    shape = tuple(tensors[0].shape)
+def _by_product(layout: Layout, shape: Shape, sides: tuple[Tensor, Tensor], scale: float) -> Factor | None:
+    """Sides (n, positions, ·) as (B, n, T, ·), for a sample that lies in the positions or in both first dims."""
     n = shape[0]
     swapped = carry(layout, shape, (shape[1], n, shape[2]), (1, 0, 2))
     samples = None if swapped is None else SampleRows.of(swapped, (shape[1], n, shape[2]), 1)
     if samples is not None and n == 1:
-        return tuple(samples.group(t.squeeze(0)).unsqueeze(1) for t in tensors)
+        rows = [t.squeeze(0) for t in sides]
+        return samples.factor(rows, lambda ts: Outer(ts[0].unsqueeze(1), ts[1].unsqueeze(1), scale))
     if samples is not None:
-        return tuple(samples.group(t.transpose(0, 1)).transpose(1, 2) for t in tensors)
+        rows = [t.transpose(0, 1) for t in sides]
+        return samples.factor(rows, lambda ts: Outer(ts[0].transpose(1, 2), ts[1].transpose(1, 2), scale))
     samples = _rows_of_products(layout, shape)
     if samples is None:
         return None
-    return tuple(samples.group(t.flatten(0, 1)).unflatten(0, (layout.batch, n)) for t in tensors)
+    left, right = (samples.group(t.flatten(0, 1)).unflatten(0, (layout.batch, n)) for t in sides)
+    return Outer(left, right, scale)
 
 
 @with_numbers
@@ -222,8 +220,12 @@ def trilinear(use: Use) -> Factor | None:
         return None
     x1, x2 = site.tensor("i1"), site.tensor("i3")
     pairs = (x1.unsqueeze(2) * x2.unsqueeze(1)).reshape(len(g), target[1] * target[2])
-    flat = Outer(samples.group(g), samples.group(pairs))
-    return View(flat, target, Reshape(flat.shape, target))
+
+    def weight(sides: list[Tensor]) -> Factor:
+        flat = Outer(sides[0], sides[1])
+        return View(flat, target, Reshape(flat.shape, target))
+
+    return samples.factor([g, pairs], weight)
 
 
 def trilinear_flow(site: Site, k: int, layouts: Layouts) -> Outcome:

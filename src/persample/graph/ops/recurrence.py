@@ -68,6 +68,9 @@ def lstm(use: Use) -> Factor | None:
         bias: Dense = memo["bias"]
         return bias
     x = use.site.tensor("input").to(dy.dtype) if use.k == 1 else replay.h_previous
+    if samples.is_ragged:
+        sides = [replay.d_gates.transpose(0, 1), x.transpose(0, 1)]
+        return samples.factor(sides, lambda ts: Outer(ts[0].flatten(1, 2), ts[1].flatten(1, 2)))
     return Outer(dy, samples.group(x.transpose(0, 1)).flatten(1, 2), memo=memo["shared"])
 
 

@@ -58,14 +58,14 @@ def _rows(use: Use, samples: SampleRows, ids: Tensor, dy: Tensor, parts: int, *,
 
     If it ``skips``, an id may be -1.
     """
-    target = use.target
-    # Ragged samples are padded with zeros, which become -1.
-    grouped = samples.group(ids + 1) - 1 if samples.is_ragged else samples.group(ids)
-    values = samples.group(dy.reshape(len(ids), *target[parts:]))
-    factor = Rows(grouped, values, prod(target[:parts]), skips=skips or samples.is_ragged)
-    if factor.shape == target:
-        return factor
-    return View(factor, target, Reshape(factor.shape, target))
+    target, ragged = use.target, samples.is_ragged  # which are padded with zeros, to become -1
+
+    def read(grouped: list[Tensor]) -> Factor:
+        own = grouped[0] - 1 if ragged else grouped[0]
+        factor = Rows(own, grouped[1], prod(target[:parts]), skips=skips or ragged)
+        return factor if factor.shape == target else View(factor, target, Reshape(factor.shape, target))
+
+    return samples.factor([ids + 1 if ragged else ids, dy.reshape(len(ids), *target[parts:])], read)
 
 
 def _read_once(factor: Factor, target: Shape, ids: Tensor, *, skips: bool = False) -> Factor:
@@ -188,9 +188,12 @@ def _bag_maxima(use: Use, samples: SampleRows) -> Factor:
     flat = winners * width + torch.arange(width, device=winners.device)
     empty = (use.site.tensor("result2") == 0).reshape(-1, 1)
     flat = flat.masked_fill((winners < 0) | empty, -1)
-    grouped = samples.group(flat + 1).flatten(1) - 1
-    factor = Rows(grouped, samples.group(use.g).flatten(1), prod(use.target))
-    return View(factor, use.target, Reshape(factor.shape, use.target))
+
+    def read(grouped: list[Tensor]) -> Factor:
+        factor = Rows(grouped[0].flatten(1) - 1, grouped[1].flatten(1), prod(use.target))
+        return View(factor, use.target, Reshape(factor.shape, use.target))
+
+    return samples.factor([flat + 1, use.g], read)
 
 
 _BAG_RESULTS: dict[str, Callable[[Callable[[str], Any]], Any]] = {
