@@ -106,17 +106,15 @@ class Private:
         self._binding = Binding(model, optimizer, self._clipper)
         self._source = Early(make_source(secure, seed, self._team.agree, self._binding.setup(plan)))
         self._ledger, self._releases = Ledger(plan), Releases()
-        self._guard = Guard(model, check_every if self._team.reruns else 0)
-        self._steady = Steady()
+        self._guard, self._steady = Guard(model, check_every if self._team.reruns else 0), Steady()
         self._gradients = Gradients(self, model, optimizer, params, after_step=self._after_step)
         check_noise(optimizer, plan)
         self._mechanism = Mechanism(plan, self._clipper, self._team, self._binding.params)
         self._compiled = None if compile is None else self._compile(compile, backend)
         self._physical = most_samples(plan)  # how many samples there may be in a part of a batch
         self._part: BatchPart | None = None  # yielded, and not stepped yet
-        self._marked = 0
+        self._marked, self._calls = 0, 0  # tensors that had been made by then; calls of batches()
         self._warned = False  # of earlier runs
-        self._calls = 0  # of batches()
         self.dropped = 0  # samples that were not finite, in all steps
         self._books = Books(self._ledger, self._clipper, self._team)
         self._noise = KeptNoise(self._mechanism.stream, self._ledger, self._team)
@@ -373,8 +371,7 @@ class Private:
         self._releases.stop()  # until all processes agree
         self._source.renew()
         self._source.nonce = self._team.agree(self._source.nonce)
-        self._calls += 1
-        self._part = None
+        self._calls, self._part = self._calls + 1, None
         self._mechanism.sums.clear()
         self._clipper.begin(self._ledger.steps)
         self._releases.renew()
