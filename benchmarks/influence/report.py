@@ -31,7 +31,13 @@ def accuracy(found: Found) -> str:
         title = f"persample, {method}" if library == "persample" else method
         lines.append([title, *(_score(task, library, method) for task in tasks)])
     head = [f"{task['title']} ({task['parameters']:,} parameters)" for task in tasks]
-    return _markdown(["", *head], lines)
+    failed = {
+        f"- {row['method']} on the {task['title']}: `{row['failed']}`\n"
+        for task in tasks
+        for row in task["rows"]
+        if row["lds"] is None
+    }
+    return _markdown(["", *head], lines) + ("\nFails:\n\n" + "".join(sorted(failed)) if failed else "")
 
 
 def _score(task: Found, library: str, method: str) -> str:

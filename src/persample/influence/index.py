@@ -12,18 +12,17 @@ from typing import Any, Literal, SupportsIndex
 import torch
 from torch import Tensor, nn
 
-from . import loaders, search
+from . import kept, loaders, search
 from .build import CHUNK_BYTES, Builder, IdsFn
 from .checking import Check, Error, check, errors_of_dtypes
-from .curvature.base import Curvature, Fitted, check_damping, load
+from .curvature.base import Curvature, Fitted, check_damping
 from .export import by_sample, export
 from .progress import progress as shown
 from .sampling import drawing
 from .search import Hits, Order, Search
 from .sketches import Blocks, Sketch, sketch_of
-from .store import DamagedError, Dtype, Encoding, Folder, MismatchError
-from .store.files import forget, safetensors, write_tensors
-from .store.fingerprints import of_batch, of_tensors
+from .store import Dtype, Encoding, Folder, MismatchError
+from .store.fingerprints import of_batch
 from .subject import Checkpoint, LossesFn, Subject
 from .team import Team
 
@@ -126,7 +125,7 @@ class Index:
         check_damping(damping)
         team = Team()
         if curvature is None:
-            self._keep(team, None)
+            self._keep(team, [])
             return self
         if not isinstance(curvature, Curvature):
             raise TypeError(f"curvature must be one such as pi.Shampoo(), or None, not {type(curvature).__name__}")
@@ -154,24 +153,11 @@ class Index:
         self._keep(team, every)
         return self
 
-    def _keep(self, team: Team, every: Sequence[Fitted] | None) -> None:
-        """Write the curvatures under names of their own, then say which count: the ones before do until then."""
+    def _keep(self, team: Team, every: Sequence[Fitted]) -> None:
         self._fitted = None
         with team.together():
-            if team.rank != 0:
-                return
-            told = [self._write_curvature(number, fitted) for number, fitted in enumerate(every or ())]
-            self.folder.note(curvature=told or None)
-            kept = {one["file"] for one in told}
-            for path in self.folder.path.glob("curvature-*.safetensors"):
-                if path.name not in kept:
-                    forget(path)
-
-    def _write_curvature(self, number: int, fitted: Fitted) -> dict[str, Any]:
-        tensors = _cpu(fitted.tensors())
-        file = f"curvature-{number:02d}-{of_tensors(tensors)[:12]}.safetensors"
-        write_tensors(self.folder.path / file, tensors, self.folder.plan.name)
-        return {"file": file, **fitted.settings()}
+            if team.rank == 0:
+                kept.write(self.folder, every)
 
     def _add_stored(self, curvature: Curvature, checkpoint: int, team: Team) -> None:
         for number in range(team.rank, len(self.folder.samples), team.size):
@@ -189,17 +175,8 @@ class Index:
 
     def fitted(self) -> list[Fitted] | None:
         """The curvature of every checkpoint; None without one."""
-        settings = self.folder.noted("curvature")
-        if settings is None:
-            return None
         if self._fitted is None:
-            try:
-                each = [load(safetensors().load_file(self.folder.path / told["file"]), told) for told in settings]
-            except (safetensors("safetensors").SafetensorError, OSError, LookupError) as error:
-                raise DamagedError(
-                    f"the curvature of {self.folder.path} cannot be read ({error}): call index.fit again"
-                ) from error
-            self._fitted = each
+            self._fitted = kept.read(self.folder)
         return self._fitted
 
     # Questions.
@@ -392,7 +369,3 @@ def _finite(queries: Tensor) -> Tensor:
     if wrong:
         raise ValueError(f"queries {wrong[:8]} have gradients that are infinite or NaN: leave them out of the batch")
     return queries
-
-
-def _cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: t.detach().cpu().clone() for name, t in tensors.items()}
