@@ -70,6 +70,17 @@ def test_no_other_banded_encoder_has_less_error(encoder: Banded) -> None:
             assert replace(encoder, coefficients=(1.0, *moved)).error >= encoder.error * (1 - 1e-9)
 
 
+@pytest.mark.parametrize("bands", [2, 4])
+def test_encoders_are_found_for_long_runs(bands: int) -> None:
+    """The best ones come close to where their inverse grows without end: beyond, errors are no numbers at all."""
+    encoder = banded(bands, 30_000, 0.0)
+    assert math.isfinite(encoder.error)
+    assert encoder.error < 1.01 * banded(1, 30_000, 0.0).error / math.sqrt(bands)
+    for moved in (-0.01, 0.01):
+        others = (1.0, *(c + moved for c in encoder.coefficients[1:]))
+        assert replace(encoder, coefficients=others).error > encoder.error
+
+
 def test_errors_fall_with_bands_down_to_the_best_of_all_matrices() -> None:
     """No factorisation has less error than the sum of the workload's singular values over n (Li et al., 2015)."""
     n = 64

@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 from .toeplitz import mean_squared_error, squared_sensitivity
 
 _ROUNDS = 500  # of L-BFGS at most; tens are enough in general
+_NO_WAY = 1e3  # the logarithm of an error where a step went too far: the inverse of the encoder grows beyond float64
 _DIGITS = 6  # of coefficients: machines that differ in the last bits should come to the same encoder
 
 Coefficients = tuple[float, ...]
@@ -97,7 +98,11 @@ def _least(loss: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
             optimizer.zero_grad()
             found = loss(free)
             found.backward()
-            return found
+            assert free.grad is not None
+            if bool(found.isfinite()) and bool(free.grad.isfinite().all()):
+                return found
+            free.grad.zero_()
+            return torch.full_like(found, _NO_WAY)
 
         optimizer.step(evaluate)
     return free.detach()
