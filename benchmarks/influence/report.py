@@ -177,7 +177,8 @@ def libraries(found: Found) -> Any:
                 continue
             best = max(rows, key=lambda r: r["lds"])
             place = at + (k - 1.5) * 0.2
-            error = [[best["lds"] - best["interval"][0]], [best["interval"][1] - best["lds"]]]
+            low, high = best["interval"]  # of resampled halves, whose ties lower ranks: it may end below the score
+            error = [[max(0.0, best["lds"] - low)], [max(0.0, high - best["lds"])]]
             axes.bar(place, best["lds"], 0.18, color=colour, label=library if at == 0 else None, yerr=error)
             axes.text(place, 0.01, f"{best['lds']:.2f}", ha="center", fontsize=7, color="white")
     axes.set_xticks(range(len(tasks)), [task["title"] for task in tasks])
