@@ -44,18 +44,26 @@ class Builder:
         with self.team.together():
             if self.team.rank == 0:
                 self._begin_or_check()
-        chunks = 0
+        batches = 0
         with self.team.together():
             for number, checkpoint in enumerate(self.checkpoints):
                 with self.subject.at(checkpoint):
-                    chunks = self._missing_chunks(number)
-        chunks = self.team.largest(chunks)
+                    batches = self._missing_chunks(number)
+        batches = self.team.largest(batches)
         with self.team.together():
             if self.team.rank == 0:
-                self._finish(chunks)
+                self._finish(batches)
 
-    def _finish(self, chunks: int) -> None:
-        counts = [self.folder.open(0, number).told["samples"] for number in range(chunks)]
+    def _finish(self, batches: int) -> None:
+        size = self.folder.plan.batches_per_chunk
+        made = [self.folder.open(0, number).told for number in range(-(-batches // size))]
+        before = self.folder.noted("samples") or []
+        if sum(len(told["data"]) for told in made) != batches or len(before) > len(made):
+            raise MismatchError(
+                f"the loader has {batches} batches now, and another number when chunks were made that the folder "
+                f"holds: choose another folder, or remove this one"
+            )
+        counts = [told["samples"] for told in made]
         if self.folder.noted("samples") != counts:
             self.folder.note(samples=counts)
 
@@ -97,8 +105,11 @@ class Builder:
         """Other losses of the same model and data show in the first batch."""
         now, count = first.line, len(first.line)
         stored = torch.cat([rows for _, rows in self.folder.open(0, 0).rows(2**62)])[:count]
-        coarse = {"float32": 0.0, "float16": 1e-3, "int8": 1e-2}[self.dtype]
-        if stored.shape != now.shape or float((stored - now).norm()) > (_NEAR + coarse) * float(now.norm()) + 1e-12:
+        encoding = self.folder.plan.encoding
+        coarse = 2 * float(
+            (encoding.decode(*encoding.encode(now)) - now).norm()
+        )  # what storing has added then, and more
+        if stored.shape != now.shape or float((stored - now).norm()) > _NEAR * float(now.norm()) + coarse + 1e-12:
             raise MismatchError(
                 "the first batch has other gradients than the folder holds for it: losses_fn has "
                 "changed. Choose another "
@@ -108,7 +119,7 @@ class Builder:
     # The work.
 
     def _missing_chunks(self, checkpoint: int) -> int:
-        """Make what is missing and this rank's; the number of chunks there are to be."""
+        """Make what is missing and this rank's; the number of batches there are."""
         size, total = self.folder.plan.batches_per_chunk, loaders.length(self.loader)
         lacking: dict[int, bool] = {}
         seen = 0
@@ -128,7 +139,7 @@ class Builder:
                 making.add(number, batch)
                 bar.advance(making.last)
             making.write()
-        return -(-seen // size)
+        return seen
 
     def _is_there(self, checkpoint: int, chunk: int) -> bool:
         if not self.folder.has(checkpoint, chunk):
@@ -144,10 +155,16 @@ class Builder:
         """(B,): what ``ids_fn`` says, or places in the chunk."""
         if self.ids_fn is None:
             return torch.arange(before, before + count)
-        ids = torch.as_tensor(self.ids_fn(batch), dtype=torch.int64, device="cpu").reshape(-1)
+        given = self.ids_fn(batch)
+        try:
+            ids = torch.as_tensor(given, device="cpu").reshape(-1)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"ids_fn must return whole numbers, and not {str(given)[:80]}") from error
         if len(ids) != count:
             raise ValueError(f"ids_fn returned {len(ids)} ids for a batch of {count} samples")
-        return ids
+        if count and (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool):
+            raise ValueError(f"ids_fn must return whole numbers, and not {ids.dtype}: {str(given)[:80]}")
+        return ids.to(torch.int64)
 
 
 class _Making:
@@ -180,6 +197,11 @@ class _Making:
         plan, count, line = self.builder.folder.plan, len(rows.losses), rows.line
         if (rows.losses.ndim == 2) != plan.per_token:
             raise ValueError(f"losses_fn returned {rows.losses.ndim} dims, and another number for the first batch")
+        if plan.per_token and count and not rows.losses.shape[1]:
+            raise ValueError(
+                f"batch {_number_of(self)} has losses of shape {tuple(rows.losses.shape)}: a sample needs one token at "
+                f"least, or there is nothing to keep of it. Leave such samples out of the data"
+            )
         ids = self.builder.ids_of(batch, count, self.samples)
         norms = line.norm(dim=1)
         if not bool(torch.isfinite(norms).all()):

@@ -23,7 +23,7 @@ from .sketches import Blocks, Sketch, sketch_of
 from .store import DamagedError, Dtype, Encoding, Folder, MismatchError
 from .store.files import safetensors, write_tensors
 from .store.fingerprints import of_batch
-from .subject import Checkpoint, LossesFn, Subject
+from .subject import Checkpoint, LossesFn, Rows, Subject
 from .team import Team
 
 Per = Literal["sample", "parameter", "token"]
@@ -306,6 +306,7 @@ class Index:
             with self.subject.at(checkpoint):
                 self._check_model(number)
                 rows = self.subject.query(batch, {} if curvature is None else curvature.scales)
+            _check_finite(rows)
             if curvature is not None:
                 blocks = {name: block.to("cpu", torch.float32) for name, block in rows.blocks.items()}
                 applied = curvature.apply(blocks)
@@ -380,6 +381,15 @@ class Index:
         """Write all rows for other tools, as "npy", "parquet" or "faiss"; scores are inner products with `vectors`."""
         self._check_settings()
         export(self.folder, format, Path(path), max_memory)
+
+
+def _check_finite(rows: Rows) -> None:
+    """Of a query that has no gradient, no example would be better than another."""
+    wrong = (~torch.isfinite(rows.line).all(1)).nonzero().flatten().tolist()
+    if wrong:
+        raise ValueError(
+            f"queries {wrong[:8]} have gradients that are infinite or NaN: leave them out, or look at their losses"
+        )
 
 
 def _cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
