@@ -361,6 +361,29 @@ def test_a_full_disk_is_exit_code_four(run: Run, monkeypatch: pytest.MonkeyPatch
     assert "the disk is full: make room" in err
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no file that is always full")
+@pytest.mark.parametrize(
+    "argv", [["query", "--html", "/dev/full"], ["query", "--json=/dev/full"], ["select", "--ids", "/dev/full"]]
+)
+def test_an_answer_that_cannot_be_written_is_exit_code_four(built: Run, argv: list[str]) -> None:
+    code, _, err = built("index", argv[0], "mine.py:good", "-f", "idx", *argv[1:])
+    assert code == 4
+    assert (
+        err.strip().splitlines()[-1]
+        == f"persample index {argv[0]}: /dev/full could not be written: No space left on device"
+    )
+
+
+def test_a_disk_that_is_full_when_rows_are_exported(built: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*given: object, **more: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("numpy.lib.format.open_memmap", full)
+    code, _, err = built("index", "export", "mine.py:good", "-f", "idx", "--out", "rows.npy")
+    assert code == 4
+    assert "No space left on device" in err
+
+
 def test_help_names_what_spec_gives_and_the_exit_codes(run: Run) -> None:
     code, out, _ = run("index", "--help")
     assert code == 0

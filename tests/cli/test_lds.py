@@ -114,3 +114,15 @@ def test_help_has_an_example(run: Run) -> None:
     code, out, _ = run("lds", "--help")
     assert code == 0
     assert "persample lds persample.influence.examples:digits" in " ".join(out.split())
+
+
+def test_a_score_that_is_none_is_null(run: Run) -> None:
+    """Losses that no example changes have no ranks."""
+    Path("constant.py").write_text(
+        "from mine import *\ndef factory(): return study(retrain=lambda ids, seed: QY * 0.0)\n"
+    )
+    code, out, _ = run("lds", "constant.py:factory", "--subsets", "3", "--drop", "0.2", "--json")
+    assert code == 0
+    told = json.loads(out, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    assert told["score"] is None
+    assert set(told["per_query"]) == {None}

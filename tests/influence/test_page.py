@@ -64,6 +64,43 @@ def test_what_is_no_image() -> None:
         assert not is_image(thing)
 
 
+THINGS_OF_NUMPY = {
+    "text": (numpy.str_("cat"), "cat"),
+    "texts": (numpy.array([["a", "b"]]), "[[&#x27;a&#x27; &#x27;b&#x27;]]"),
+    "date": (numpy.datetime64("2020-01-02"), "2020-01-02"),
+    "object": (numpy.array([[None, 1]], dtype=object), "[[None 1]]"),
+}
+
+
+@pytest.mark.parametrize("name", THINGS_OF_NUMPY)
+def test_what_numpy_has_beside_numbers_is_text(name: str) -> None:
+    thing, text = THINGS_OF_NUMPY[name]
+    assert not is_image(thing)
+    assert text in to_html(thing, "it")
+    assert to_line(thing) == str(thing)
+    assert text in to_html({"label": thing}, "it")
+
+
+def test_colours_of_pil_are_what_they_look_like() -> None:
+    """Numbers of a palette, inks and hues are none; and PIL's channels are last, however low the image is."""
+    palette = Image.new("P", (70, 2))
+    palette.putpalette([255, 0, 0, 0, 255, 0])
+    palette.putpixel((1, 0), 1)
+    assert pixels(palette)[0, :2].tolist() == [[255, 0, 0], [0, 255, 0]]
+    assert pixels(Image.new("CMYK", (70, 3), (0, 255, 255, 0)))[0, 0].tolist() == [255, 0, 0]
+    assert pixels(Image.new("HSV", (70, 9), (0, 255, 255)))[0, 0].tolist() == [255, 0, 0]
+    assert pixels(Image.new("LA", (70, 2), (7, 8)))[0, 0].tolist() == [7, 7, 7, 8]
+    assert pixels(Image.new("RGB", (70, 3), (1, 2, 3)))[0, 0].tolist() == [1, 2, 3]
+    assert to_line(Image.new("RGB", (70, 3))) == "image 70×3"
+
+
+def test_text_that_no_file_and_no_terminal_can_take() -> None:
+    page = pi.hits_page(hits(), show=lambda i: "half \ud800 of a character", title="\udfff")
+    assert "half ? of a character" in page
+    page.encode("utf-8")
+    assert to_line("red \x1b[31m\x9b31m \u202e\ud800é") == "red \ufffd[31m\ufffd31m \ufffd\ufffdé"
+
+
 def test_text_is_escaped_wherever_it_stands() -> None:
     bad = "<script>&\"'"
     for thing in (bad, [bad, bad], {bad: bad}, {"a": {bad: [bad]}}, [{"a": bad}, 3]):

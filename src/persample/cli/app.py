@@ -19,7 +19,7 @@ from .lds import EPILOG as LDS_EPILOG
 from .lds import HELP as LDS
 from .lds import lds
 from .options import BatchSize, Device, Json, Quiet, Seed, Spec
-from .output import STDOUT, check_writable, fail, working, write_json
+from .output import STDOUT, check_writable, fail, working, write_json, write_text
 from .show import show, verdict
 from .tables import bench_table, facts_table
 
@@ -116,9 +116,9 @@ def audit(
         fail("audit", error)
     environment = facts()
     if json is not None:
-        write_json({**report.as_dict(), "environment": environment}, json)
+        write_json("audit", {**report.as_dict(), "environment": environment}, json)
     if html is not None:
-        html.write_text(page(report, environment), encoding="utf-8")
+        write_text("audit", page(report, environment), html)
     console = Console()
     if json != STDOUT:
         if quiet:
@@ -154,7 +154,7 @@ def bench(
         fail("bench", error)
     if json is not None:
         data: dict[str, Any] = {"models": [one.as_dict() for one in timings], "environment": facts()}
-        write_json(data, json)
+        write_json("bench", data, json)
     if json != STDOUT:
         Console().print(bench_table(timings))
 
@@ -166,7 +166,7 @@ def version(
     """Versions of persample, torch and Python; devices, threads and the kind of CPU."""
     check_writable("version", json)
     if json is not None:
-        write_json(facts(), json)
+        write_json("version", facts(), json)
     if json != STDOUT:
         Console().print(facts_table(facts()))
 

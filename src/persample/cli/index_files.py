@@ -30,7 +30,7 @@ from .options import (
     names_of,
 )
 from .output import STDOUT, check_writable, working, write_json
-from .refusals import refusals
+from .refusals import UNWRITTEN, refusals
 
 
 def build(
@@ -55,7 +55,7 @@ def build(
         told = {**_about(spec, made), "seconds": time.perf_counter() - begun}
     if _is_first():
         text = f"{told['examples']:,} examples in {folder}: {told['numbers']:,} numbers each, {in_bytes(told['bytes'])}"
-        _tell(told, text, json)
+        _tell("index build", told, text, json)
 
 
 def fit(
@@ -77,7 +77,7 @@ def fit(
         told = {**_about(spec, made), "curvature": curvature, "labels": labels, "damping": damping}
     if _is_first():
         words = "no curvature" if curvature == "none" else f"curvature {curvature}, {labels} labels"
-        _tell(told, f"{words}, for {told['examples']:,} examples in {folder}", json)
+        _tell("index fit", told, f"{words}, for {told['examples']:,} examples in {folder}", json)
 
 
 def export(
@@ -124,8 +124,8 @@ def _is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _tell(told: dict[str, Any], text: str, json: str | None) -> None:
+def _tell(command: str, told: dict[str, Any], text: str, json: str | None) -> None:
     if json is not None:
-        write_json({**told, "environment": facts()}, json)
+        write_json(command, {**told, "environment": facts()}, json, UNWRITTEN)
     if json != STDOUT:
         Console().print(text, highlight=False, soft_wrap=True)

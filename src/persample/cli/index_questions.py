@@ -16,8 +16,8 @@ from ..testing.compare import tolerance_of
 from .facts import facts
 from .hits import as_json, check_table, error_table, selection_table, show_hits
 from .options import BlocksText, Device, Folder, Json, Normalise, Parameters, Quiet, Seed, Spec, blocks_of, names_of
-from .output import STDOUT, check_writable, working, write_json
-from .refusals import DIFFERS, refusals
+from .output import STDOUT, check_writable, working, write_json, write_text
+from .refusals import DIFFERS, UNWRITTEN, refusals
 
 
 def query(
@@ -55,9 +55,9 @@ def query(
         page = _page(hits, study.show, study.show_query, about) if html is not None else ""
         lines = [] if quiet or json == STDOUT else show_hits(hits, study, every=all_queries)
     if html is not None:
-        html.write_text(page, encoding="utf-8")
+        write_text("index query", page, html, UNWRITTEN)
     if json is not None:
-        write_json({**about, "queries": as_json(hits), "environment": facts()}, json)
+        write_json("index query", {**about, "queries": as_json(hits), "environment": facts()}, json, UNWRITTEN)
     if json != STDOUT:
         queries = len(next(iter(hits.values())).ids)
         last = f"{queries} queries, {count} of {len(made):,} examples each"
@@ -114,11 +114,16 @@ def select(
         table = selection_table(chosen, study)
     numbers = chosen.ids.tolist()
     if ids is not None:
-        ids.write_text("".join(f"{ident}\n" for ident in numbers), encoding="utf-8")
+        write_text("index select", "".join(f"{ident}\n" for ident in numbers), ids, UNWRITTEN)
     if json is not None:
         weights = None if chosen.weights is None else chosen.weights.tolist()
         told = {"spec": spec, "folder": str(folder), "examples": len(made), "method": method, "ids": numbers}
-        write_json({**told, "scores": chosen.scores.tolist(), "weights": weights, "environment": facts()}, json)
+        write_json(
+            "index select",
+            {**told, "scores": chosen.scores.tolist(), "weights": weights, "environment": facts()},
+            json,
+            UNWRITTEN,
+        )
     if json != STDOUT:
         last = f"{len(chosen):,} of {len(made):,} examples, by {method}"
         Console().print(*([] if quiet else [table]), last, sep="\n", highlight=False)
@@ -160,7 +165,12 @@ def check(
     if json is not None:
         dtypes = {name: vars(error) for name, error in stored.items()}
         about = {"spec": spec, "folder": None if folder is None else str(folder), "exact": exact}
-        write_json({**about, "tolerance": allowed, **_told(found), "dtypes": dtypes, "environment": facts()}, json)
+        write_json(
+            "index check",
+            {**about, "tolerance": allowed, **_told(found), "dtypes": dtypes, "environment": facts()},
+            json,
+            UNWRITTEN,
+        )
     if json != STDOUT:
         tables = [] if quiet else [check_table(found), error_table(stored)]
         last = f"{'exact' if exact else 'WRONG'}: largest error {found.worst:.1e}, allowed {allowed:.1e}"

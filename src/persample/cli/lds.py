@@ -17,7 +17,7 @@ from ..influence.study import Retraining, Study, load
 from .facts import facts
 from .options import BlocksText, CurvatureName, Damping, Device, Json, Labels, Quiet, Seed, Spec, blocks_of
 from .output import STDOUT, WRONG_USE, check_writable, fail, write_json
-from .refusals import EXIT_CODES, refusals
+from .refusals import EXIT_CODES, UNWRITTEN, refusals
 
 HELP = f"""Train again on random subsets: do scores predict the losses of the queries (linear datamodelling score)?
 
@@ -91,8 +91,7 @@ def lds(
     if json is not None:
         told = {"spec": spec, "score": found.score, "interval": found.interval, "subsets": subsets, "drop": drop}
         told |= {"seeds": seeds, "queries": len(scores), "examples": scores.shape[1]}
-        each = [None if value != value else value for value in found.per_query.tolist()]
-        write_json({**told, "per_query": each, "environment": facts()}, json)
+        write_json("lds", {**told, "per_query": found.per_query.tolist(), "environment": facts()}, json, UNWRITTEN)
     if json != STDOUT:
         size = f"{len(scores)} queries, {subsets} subsets without {drop:.0%} of {scores.shape[1]:,} examples"
         Console().print(f"{found}: {size}", highlight=False, soft_wrap=True)

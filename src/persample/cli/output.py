@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -45,13 +46,29 @@ def check_writable(command: str, *paths: str | None) -> None:
             place.unlink()
 
 
-def write_json(data: Any, path: str) -> None:
-    """Write JSON to a file, or to stdout for ``-``."""
-    text = json.dumps(data, indent=2, ensure_ascii=False)
+def write_json(command: str, data: Any, path: str, unwritten: int = WRONG_USE) -> None:
+    """Write JSON to a file, or to stdout for ``-``. It has no word for NaN and infinity: they are null."""
+    text = json.dumps(_finite(data), indent=2, ensure_ascii=False, allow_nan=False)
     if path == STDOUT:
         print(text)
     else:
-        Path(path).write_text(text + "\n", encoding="utf-8")
+        write_text(command, text + "\n", Path(path), unwritten)
+
+
+def write_text(command: str, text: str, path: Path, unwritten: int = WRONG_USE) -> None:
+    """Write a file, or complain and leave with the code for that."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        fail(command, f"{path} could not be written: {error.strerror}", unwritten)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 @contextmanager

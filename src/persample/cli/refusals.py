@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -14,6 +15,7 @@ from ..influence import DamagedError, MismatchError, StorageError
 from .output import WRONG_USE, fail
 
 DIFFERS, UNUSABLE, UNWRITTEN, STOPPED = 1, 3, 4, 130
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 EXIT_CODES = {
     0: "done",
     DIFFERS: "check: what is stored differs from one backward per sample",
@@ -37,6 +39,8 @@ def refusals(command: str) -> Iterator[None]:
         fail(command, error.strerror, UNWRITTEN)
     except (FactoryError, FileNotFoundError, ImportError) as error:
         fail(command, error)
+    except OSError as error:
+        fail(command, in_words(error), UNWRITTEN if error.errno in _FULL else WRONG_USE)
     except KeyboardInterrupt:
         fail(command, "stopped", STOPPED)
     except typer.Exit:

@@ -115,9 +115,9 @@ class Builder:
     def _compare(self, first: Rows) -> None:
         """Other losses of the same model and data show in the first batch."""
         now, count = first.line, len(first.line)
-        stored = self.folder.open(0, 0).first(count)
-        coarse = {"float32": 0.0, "float16": 1e-3, "int8": 1e-2}[self.dtype]
-        if stored.shape != now.shape or float((stored - now).norm()) > (_NEAR + coarse) * float(now.norm()) + 1e-12:
+        stored, encoding = self.folder.open(0, 0).first(count), self.folder.plan.encoding
+        coarse = 2 * float((encoding.decode(*encoding.encode(now)) - now).norm())  # what storing has added, and more
+        if stored.shape != now.shape or float((stored - now).norm()) > _NEAR * float(now.norm()) + coarse + 1e-12:
             raise MismatchError(
                 "the first batch has other gradients than the folder holds for it: losses_fn has "
                 "changed. Choose another "
@@ -210,6 +210,11 @@ class _Making:
         plan, count, line = self.builder.folder.plan, len(rows.losses), rows.line
         if (rows.losses.ndim == 2) != plan.per_token:
             raise ValueError(f"losses_fn returned {rows.losses.ndim} dims, and another number for the first batch")
+        if plan.per_token and count and not rows.losses.shape[1]:
+            raise ValueError(
+                f"batch {_number_of(self)} has losses of shape {tuple(rows.losses.shape)}: a sample needs one token at "
+                f"least, or there is nothing to keep of it. Leave such samples out of the data"
+            )
         ids = self.builder.ids_of(batch, count, self.samples)
         norms, losses = line.norm(dim=1), rows.losses.flatten().to("cpu", torch.float32)
         bad = ~(torch.isfinite(norms) & torch.isfinite(losses))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 
 def check_order(loader: Any) -> None:
@@ -53,12 +53,19 @@ def batches(loader: Any, wanted: Callable[[int], bool]) -> Iterator[tuple[int, A
     if isinstance(loader, Sequence):
         yield from ((number, loader[number]) for number in range(len(loader)) if wanted(number))
         return
-    if isinstance(loader, DataLoader) and type(loader.batch_sampler) is BatchSampler and total is not None:
+    if _can_skip(loader) and total is not None:
         numbers = [number for number in range(total) if wanted(number)]
         if len(numbers) < total:
             yield from zip(numbers, _some(loader, set(numbers)), strict=True)
             return
     yield from ((number, batch) for number, batch in enumerate(loader) if wanted(number))
+
+
+def _can_skip(loader: Any) -> bool:
+    """Do a DataLoader's batches go by indices? Those of an IterableDataset have endless indices without a meaning."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    return type(loader.batch_sampler) is BatchSampler
 
 
 def _some(loader: DataLoader[Any], numbers: set[int]) -> Iterator[Any]:

@@ -62,7 +62,8 @@ def hits_page(
     if about:
         rows = [(escape(str(key)), escape(in_line(value))) for key, value in about.items()]
         body += ["<h2>How it was made</h2>", table(("", ""), rows)]
-    return document(title, body, (files(__package__) / "page.css").read_text(encoding="utf-8"))
+    made = document(title, body, (files(__package__) / "page.css").read_text(encoding="utf-8"))
+    return made.encode("utf-8", "replace").decode("utf-8")  # a text may have halves of characters, which no file can
 
 
 _INTRODUCTION = (

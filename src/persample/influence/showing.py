@@ -17,6 +17,7 @@ Marks = Mapping[int, tuple[int, str]]  # by position of a token: how strong, fro
 LEVELS = 4
 _SIDE = 256  # pixels of a picture at most; larger ones are made smaller
 _SHARP = 64  # pixels at least; smaller ones are made larger by whole numbers, so that each of theirs is sharp
+_PLAIN_MODES = ("1", "L", "RGB", "RGBA", "I", "F", "I;16", "I;16B", "I;16L", "I;16N")  # of PIL: levels of grey or light
 _LINE = 60  # characters in a terminal
 
 
@@ -89,7 +90,7 @@ def _plain(value: Any) -> str:
 
 
 def _short(text: str) -> str:
-    line = " ".join(text.split())
+    line = "".join(c if c.isprintable() else "\ufffd" for c in " ".join(text.split()))  # no commands to the terminal
     return line if len(line) <= _LINE else line[: _LINE - 1] + "…"
 
 
@@ -98,10 +99,16 @@ def _short(text: str) -> str:
 
 def is_image(thing: Any) -> bool:
     """A tensor, an array or a PIL image of two dims, or of three of which one is for channels."""
-    if not isinstance(thing, Tensor) and not hasattr(thing, "__array_interface__"):
+    if not isinstance(thing, Tensor) and not _has_numbers(thing):
         return False
     shape = tuple(_tensor(thing).shape)
     return 0 not in shape and (len(shape) == 2 or (len(shape) == 3 and (shape[0] <= 4 or shape[2] <= 4)))
+
+
+def _has_numbers(thing: Any) -> bool:
+    """An array or a PIL image; texts, dates and objects of NumPy are arrays, too, and no images."""
+    told = getattr(thing, "__array_interface__", None)
+    return told is not None and told["typestr"][1] in "biufc"
 
 
 def pixels(thing: Any) -> Tensor:
@@ -135,6 +142,10 @@ def _channels_last(image: Tensor) -> Tensor:
 
 def _tensor(thing: Any) -> Tensor:
     if isinstance(thing, Tensor):
-        return thing
+        return thing.to_dense() if thing.layout != torch.strided else thing
     numpy = import_module("numpy")
-    return torch.from_numpy(numpy.array(thing, order="C"))  # a copy: PIL's own must not be written to
+    mode = getattr(thing, "mode", None)  # of PIL
+    if isinstance(mode, str) and mode not in _PLAIN_MODES:  # numbers of a palette, of inks, of hues
+        thing = thing.convert("RGBA" if mode in ("LA", "PA", "La", "RGBa") or "transparency" in thing.info else "RGB")
+    found = torch.from_numpy(numpy.array(thing, order="C"))  # a copy: PIL's own must not be written to
+    return found.permute(2, 0, 1) if mode is not None and found.ndim == 3 else found  # PIL has channels last

@@ -47,10 +47,8 @@ class Encoding:
         if not self.scaled:
             return rows, None
         top = torch.stack([_largest(part) for part in rows.split(list(self.widths), 1)], 1)
-        scales = torch.where(top > 0, top / _TOP[self.dtype], 1.0)
-        scales = torch.where(
-            scales > 0, scales, torch.finfo(torch.float32).tiny
-        )  # of a top that is not a normal number
+        least = torch.finfo(torch.float32).tiny  # scales below have few bits, and codes would go beyond the largest
+        scales = torch.where(top > 0, (top / _TOP[self.dtype]).clamp(min=least), 1.0)
         codes = rows / self._spread(scales, range(len(self.widths)))
         return (codes.round_() if self.dtype == "int8" else codes).to(self.torch_dtype), scales
 

@@ -110,7 +110,14 @@ class Folder:
     def plan(self) -> Plan:
         """Read from `index.json`."""
         if self._plan is None:
-            self._plan = Plan(**self._read()["plan"])
+            told = self._read()["plan"]
+            try:
+                self._plan = Plan(**told)
+            except TypeError as error:
+                raise DamagedError(
+                    f"{self.path / 'index.json'} is damaged, or of another version ({error}): restore it, or build the "
+                    f"index in another folder"
+                ) from error
         return self._plan
 
     @property
