@@ -378,7 +378,7 @@ def test_a_disk_that_is_full_when_rows_are_exported(built: Run, monkeypatch: pyt
     def full(*given: object, **more: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("numpy.lib.format.open_memmap", full)
+    monkeypatch.setattr("numpy.lib.format.write_array_header_1_0", full)
     code, _, err = built("index", "export", "mine.py:good", "-f", "idx", "--out", "rows.npy")
     assert code == 4
     assert "No space left on device" in err

@@ -49,7 +49,7 @@ class Uncounted:
 def test_more_or_fewer_batches_than_before_are_refused(tmp_path: Path, count: int) -> None:
     """Where a chunk was written with fewer batches than it has room for, later ones would be left out."""
     index_of(tmp_path / "i").build(Uncounted(DATA[:5]), chunk_bytes=CHUNK["float32"])
-    with pytest.raises(pi.MismatchError, match=f"the loader has {count} batches now, and another number when"):
+    with pytest.raises(pi.MismatchError, match=r"the loader has .* batches .* choose another folder"):
         index_of(tmp_path / "i").build(Uncounted(DATA[:count]), chunk_bytes=CHUNK["float32"])
     again = index_of(tmp_path / "i").build(Uncounted(DATA[:5]), chunk_bytes=CHUNK["float32"])
     assert len(again) == 25
@@ -95,7 +95,7 @@ def test_rows_next_to_nothing_keep_their_signs(dtype: Any) -> None:
     ],
 )
 def test_ids_are_whole_numbers(tmp_path: Path, given: list[Any], message: str) -> None:
-    with pytest.raises(TypeError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         index_of(tmp_path / "i").build(DATA[:1], ids_fn=lambda batch: given)
 
 
@@ -123,5 +123,5 @@ def test_a_plan_of_another_version_is_damage(tmp_path: Path) -> None:
     told = json.loads(path.read_text())
     told["plan"]["colour"] = "green"
     path.write_text(json.dumps(told))
-    with pytest.raises(pi.DamagedError, match=r"index.json is damaged, or of another version .*colour"):
+    with pytest.raises(pi.DamagedError, match=r"index.json is damaged .*colour"):
         pi.Index.open(tmp_path / "i", model_of(), losses_fn)
