@@ -52,6 +52,8 @@ class Between(Sequence[Any]):
         return self.batches
 
     def __getitem__(self, number: Any) -> Any:
+        if number >= self.batches:
+            raise IndexError(number)  # which ends a loop
         if self.given is not None:
             self.own.append(time.process_time() - self.given)
         plain_step(self.task)  # which pays for what was in caches before
