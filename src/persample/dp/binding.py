@@ -19,7 +19,7 @@ from .clips import Clipper
 from .errors import PrivacyError
 from .plan import Plan
 
-_PRECISE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+_TRAINABLE = (torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
 class Binding:
@@ -112,10 +112,10 @@ def trainable(model: nn.Module) -> dict[str, Tensor]:
     for name, p in params.items():
         if is_lazy(p):
             raise ValueError(f"parameter {name!r} has no shape yet: call the model once with made-up data before")
-        if p.dtype not in _PRECISE:
+        if p.dtype not in _TRAINABLE:
             raise ValueError(
-                f"parameter {name!r} is {p.dtype}: sums in it are too coarse for the sensitivity to hold. Keep "
-                f"parameters in float32, and compute under torch.autocast"
+                f"parameter {name!r} is {p.dtype}, whose range is too small for gradients: use torch.bfloat16, or keep "
+                f"parameters in float32 and compute under torch.autocast"
             )
         if widest(p.device) != torch.float64:
             raise ValueError(

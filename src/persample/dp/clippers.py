@@ -28,8 +28,10 @@ def clipper(clip: Clip, params: Mapping[str, Tensor], plan: Plan) -> Clipper:
     )
 
 
-def check_can_be_compiled(plan: Plan, team: Team, clipper: Clipper) -> None:
-    """Refuse what compiled steps do not do."""
+def check_can_be_compiled(losses_fn: object, plan: Plan, team: Team, clipper: Clipper) -> None:
+    """Refuse what compiled steps do not do, if there is something to compile."""
+    if losses_fn is None:
+        return
     if team.size > 1 or team.lockstep:
         raise ValueError("compile= is for one process: leave it out where several train together")
     if plan.users is not None:

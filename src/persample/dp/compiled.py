@@ -27,7 +27,8 @@ from ..trees import leaves
 from ..verbs import reduce
 from .clips import Clipper
 from .given import Given, check_count, check_one_per_sample
-from .sampling import BatchPart
+from .plan import Plan
+from .sampling import BatchPart, most_samples
 from .sums import Joined
 
 _MOST_BUILDS = 32  # before the eager engine answers whatever has not been built
@@ -84,8 +85,7 @@ class CompiledSums(CompiledStep):
         model: nn.Module,
         params: Mapping[str, Tensor],
         clipper: Clipper,
-        samples: int,
-        expected: int,
+        plan: Plan,
         backend: Backend,
     ) -> None:
         if not callable(losses_fn):
@@ -93,8 +93,9 @@ class CompiledSums(CompiledStep):
         clip, moving = copy(clipper.reduction()), clipper.bound is not None
         if moving:
             clip.max_norm = NOMINAL
-        self._model, self._graphs = model, CertifiedClippedSum(clip, samples, moving=moving)
-        self._exactly = AskedExactly(losses_fn, params, (self._graphs,), True, None, samples, expected)
+        most = most_samples(plan)
+        self._model, self._graphs = model, CertifiedClippedSum(clip, most, moving=moving)
+        self._exactly = AskedExactly(losses_fn, params, (self._graphs,), True, None, most, plan.batch_size)
         super().__init__(self._exactly, backend, None, _MOST_BUILDS, verbose=False)
 
     def sums(self, given: Given, part: BatchPart, clipper: Clipper, at_once: int, *, varies: bool) -> BatchSums:

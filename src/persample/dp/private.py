@@ -27,12 +27,13 @@ from .guard import Guard
 from .kept_noise import KeptNoise
 from .ledger import Ledger
 from .loaders import merged, taken_apart
+from .masters import Masters
 from .mechanism import Mechanism
 from .plan import Plan
 from .records import Spent, Step
 from .releases import Copied, Releases
 from .runs import RUNS, warn_of
-from .sampling import BatchPart, Sampler, check_counts, check_data, loader, most_samples
+from .sampling import BatchPart, Sampler, check_counts, check_data, check_stepped, loader, most_samples
 from .sources import make_source
 from .state import Checkpoint, load, read
 from .steady import Steady
@@ -60,8 +61,8 @@ class Private:
     epsilon 2.716 at delta 0.001 after 20 steps
 
     Args:
-        model: its trainable parameters, in float32 or wider, are trained. It is not changed; while the run lives, hooks
-            on these parameters tell of other backwards.
+        model: its trainable parameters are trained, in bfloat16, float32 or wider. It is not changed; while the run
+            lives, hooks on these parameters tell of other backwards.
         optimizer: any of ``torch.optim`` (but LBFGS) that holds those parameters.
         plan: a `Plan`.
         clip: a ``ps.ClippedSum``, flat, per group or automatic, an `AdaptiveClip` or a `ScheduledClip`.
@@ -79,6 +80,8 @@ class Private:
             place of losses, and losses and clipped sums are computed by one compiled graph, as by ``ps.compile``. For
             one process.
         backend: what compiles, as for ``ps.compile``.
+        masters: keep a float32 copy of every parameter in bfloat16, which the optimizer steps in its place; False if
+            the optimizer keeps such copies itself.
     """
 
     def __init__(
@@ -95,6 +98,7 @@ class Private:
         team: Team | None = None,
         compile: Callable[..., Tensor] | None = None,
         backend: str | Callable[..., Any] = "inductor",
+        masters: bool = True,
     ) -> None:
         if not isinstance(plan, Plan):
             raise TypeError(f"plan must be a dp.Plan, not a {type(plan).__name__}")
@@ -108,9 +112,11 @@ class Private:
         self._ledger, self._releases = Ledger(plan), Releases()
         self._guard, self._steady = Guard(model, check_every if self._team.reruns else 0), Steady()
         self._gradients = Gradients(self, model, optimizer, params, after_step=self._after_step)
+        self._masters = Masters(self, params, optimizer, keep=masters)
         check_noise(optimizer, plan)
         self._mechanism = Mechanism(plan, self._clipper, self._team, self._binding.params)
-        self._compiled = None if compile is None else self._compile(compile, backend)
+        check_can_be_compiled(compile, plan, self._team, self._clipper)
+        self._compiled = compile and CompiledSums(compile, model, params, self._clipper, plan, backend)
         self._physical = most_samples(plan)  # how many samples there may be in a part of a batch
         self._part: BatchPart | None = None  # yielded, and not stepped yet
         self._marked, self._calls = 0, 0  # tensors that had been made by then; calls of batches()
@@ -121,11 +127,6 @@ class Private:
         if self._books.open(journal):
             self._renew()
             self._noise.forget("a journal does not have it")  # which `batches` says, if nothing is resumed before
-
-    def _compile(self, losses_fn: Callable[..., Tensor], backend: str | Callable[..., Any]) -> CompiledSums:
-        check_can_be_compiled(self.plan, self._team, self._clipper)
-        samples = most_samples(self.plan), self.plan.batch_size
-        return CompiledSums(losses_fn, self._model, self._binding.params, self._clipper, *samples, backend)
 
     def __reduce_ex__(self, _: object) -> tuple[type, tuple[()]]:
         """Copies and pickles hold no more than a word about it: a run is one."""
@@ -228,14 +229,11 @@ class Private:
         self._releases.check()
         if call != self._calls:
             raise PrivacyError("batches was called again since: the earlier loop cannot go on")
-        if self._part is not None:
-            raise PrivacyError(
-                f"the last batch of {self._part.size} samples was not stepped: call private.step(losses) for every "
-                f"batch, because a step that is left out is not what the plan accounts for"
-            )
+        check_stepped(self._part)
 
     def _expect(self, part: BatchPart) -> None:
         self._part, self._marked = part, mark() if self._compiled is None else 0
+        self._masters.hide()
         self._clipper.begin(part.step)
         self._gradients.begin()
         self._steady.watch(self._binding.every())
@@ -243,6 +241,7 @@ class Private:
 
     def _after_step(self) -> None:
         """If a batch waits, the optimizer has applied the gradients of the one before."""
+        self._masters.hide()
         self._steady.stepped()
         if self._part is not None:
             self._steady.watch(self._binding.every())
@@ -261,7 +260,10 @@ class Private:
         """
         record = self.backward(*given, **options)
         if record.updated:
-            self._optimizer.step()
+            try:
+                self._optimizer.step()
+            finally:
+                self._masters.hide()
             self._optimizer.zero_grad()
         return record
 
@@ -329,11 +331,7 @@ class Private:
         count, dropped = self._clipper.count(sums.asked), len(sums.clipping.dropped)
         self._part = None  # first: what may have been added must not be added again
         clipped = self._mechanism.sums.add(sums, count)
-        if self._mechanism.sums.are_empty:
-            raise PrivacyError(
-                "the losses depend on none of the trainable parameters: compute them with the model that dp.Private "
-                "was given, not with a copy of it, or the step would be of noise alone"
-            )
+        self._mechanism.sums.check_reached()
         return clipped, dropped
 
     def _release(self, part: BatchPart) -> None:
@@ -383,7 +381,8 @@ class Private:
         released, and count when the run is resumed from this file or an earlier one. Where noise is correlated, what it
         has to remember is written to another file, ``<path>.noise``, which must be kept as secret as the data.
         """
-        states = self._team.states(self._model, self._optimizer)
+        with self._masters.shown():
+            states = self._team.states(self._model, self._optimizer)
         self._books.save(path, self.state_dict(), states)
         self._noise.save(path)
 
@@ -393,7 +392,8 @@ class Private:
         checkpoint.check(self._ledger, self._binding)
         self._books.resume(path, journal, checkpoint)
         self._releases.stop()  # until all of it is loaded
-        load(path, lambda loaded: self._team.load_states(self._model, self._optimizer, loaded), states)
+        with self._masters.shown():
+            load(path, lambda loaded: self._team.load_states(self._model, self._optimizer, loaded), states)
         self.dropped = max(self.dropped, checkpoint.dropped)
         self._renew()
         self._noise.resume(path, checkpoint.steps)

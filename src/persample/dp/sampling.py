@@ -42,6 +42,15 @@ class BatchPart:
         return losses if self.sizes is None else summed(losses, self.sizes)
 
 
+def check_stepped(part: BatchPart | None) -> None:
+    """Refuse to go on while a batch waits for its step."""
+    if part is not None:
+        raise PrivacyError(
+            f"the last batch of {part.size} samples was not stepped: call private.step(losses) for every batch, "
+            f"because a step that is left out is not what the plan accounts for"
+        )
+
+
 def poisson(plan: Plan, source: Source, step: int) -> list[int]:
     """Every example with the plan's probability, on its own; with bands, of the part whose turn it is."""
     parts = plan.bands or 1

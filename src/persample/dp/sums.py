@@ -14,6 +14,7 @@ from torch import Tensor
 from ..factors.limits import Unit
 from ..kernels.library import end_to_end
 from ..reductions import Clipping
+from .errors import PrivacyError
 
 
 class Whole(NamedTuple):
@@ -130,7 +131,8 @@ class Sums:
     def __init__(self, params: Mapping[str, Tensor]) -> None:
         self._params = params  # those of this process, of the shapes that sums have
         self.shapes = [Shape.of(p) for p in params.values()]
-        self.dtype = torch.float32 if all(p.dtype == torch.float32 for p in params.values()) else torch.float64
+        single = all(p.dtype in (torch.bfloat16, torch.float32) for p in params.values())
+        self.dtype = torch.float32 if single else torch.float64
         self._in_one_place = tuple(params) if len({p.device for p in params.values()}) == 1 else None
         self.clear()
 
@@ -174,6 +176,14 @@ class Sums:
     def are_empty(self) -> bool:
         """Whether no parameter was reached by any part so far."""
         return not self._sums and (self._line is None or not self._line.names)
+
+    def check_reached(self) -> None:
+        """Refuse if no parameter was reached by any part so far."""
+        if self.are_empty:
+            raise PrivacyError(
+                "the losses depend on none of the trainable parameters: compute them with the model that dp.Private "
+                "was given, not with a copy of it, or the step would be of noise alone"
+            )
 
     def take(self, units: Mapping[str, Unit], counted_in: Unit | None, counts: int = 1) -> list[Whole]:
         """The sums in the parameters' order, and counts if the clip asks for some; zeros where nothing came.

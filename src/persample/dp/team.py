@@ -84,10 +84,10 @@ class Team:
         return p.detach()
 
     def give(self, p: Tensor, gradient: Tensor) -> None:
-        """Make this the gradient of that part, in the parameter's dtype; complex numbers come as pairs."""
+        """Make this the gradient of that part, in the dtype it is to have; complex numbers come as pairs."""
         if p.is_complex():
             gradient = torch.view_as_complex(gradient.contiguous())
-        p.grad = gradient if gradient.dtype == p.dtype else gradient.to(p.dtype)
+        p.grad = gradient.to(p.grad_dtype or p.dtype)
 
     def clipped(self, losses: Tensor, params: Mapping[str, Tensor], clip: ExactClippedSum) -> Clipped:
         """The clipped sum over this process's losses, by name, with its ``clipping``."""
