@@ -72,6 +72,11 @@ def check(factor: Factor, want: Tensor, space: Workspace | None = None, rtol: fl
         got = factor.dot(dots[:k], space)
         assert_near(got, n @ flat(dots[:k]).t(), size * (1 + flat(dots).norm()), rtol)
     assert_near(factor.gram(factor, space), n @ n.t(), size**2, rtol)
+    for r in (0, 1, 2) if shape else ():
+        sides = numbers(factor.dtype, r, prod(shape[:-1])), numbers(factor.dtype, r, shape[-1])
+        product = (sides[0].t() @ sides[1]).view(1, *shape)
+        got = factor.dot_product(*sides, space)
+        assert_near(got, (n @ flat(product).t()).squeeze(1), size * (1 + flat(product).norm()), rtol)
     for first in range(len(shape) + 1) if n.shape[1] else ():
         rows_ = prod(shape[:first])
         columns = n.shape[1] // rows_  # of complex gradients, twice as many
@@ -92,6 +97,8 @@ def check_sums(factor: Factor, want: Tensor, space: Workspace | None, rtol: floa
     size = flat(want).norm() * 10 + 10
     mean = torch.tensordot(weights.to(want.dtype), want, 1)
     assert_near(factor.weighted_sum(weights, space), mean, size, rtol)
+    if (sides := factor.sides_of_sum(weights)) is not None:
+        assert_near((sides[0].t() @ sides[1]).view(mean.shape), mean, size, rtol)
     assert_near(bounded_sum(factor, weights, space), mean, size, rtol)
     assert_near(factor.sum_squares(None, space), want.abs().square().sum(0), size**2, rtol)
     squares = (want - want.sum(0) / max(B, 1)).abs().square().sum(0)  # around the mean, whatever the center
@@ -234,3 +241,12 @@ def test_sums_of_anything(seed: int, B: int, kinds: list[tuple[int, int]]) -> No
     check(factor, want, rtol=1e-11)
     order = torch.randperm(B, generator=rng)[: B // 2 + 1]
     check(factor[order], want[order], Workspace(100), rtol=1e-11)
+
+
+@pytest.mark.parametrize("batch", [0, 1, 3])
+@pytest.mark.parametrize("positions", [1, 2, 40])
+def test_sides_of_a_sum_where_they_are_smaller(batch: int, positions: int) -> None:
+    left, right = numbers(torch.float64, batch, positions, 30), numbers(torch.float64, positions, batch, 20)
+    factor = Outer(left, right.transpose(0, 1), scale=0.5)
+    assert (factor.sides_of_sum(torch.ones(batch)) is not None) == (batch * positions < 12)
+    check(factor, torch.einsum("btp,tbd->bpd", left, right) / 2)

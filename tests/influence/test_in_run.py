@@ -175,3 +175,61 @@ def test_bad_input_is_refused() -> None:
     scalar = pi.InRun(model, validation, lambda model, batch: losses_fn(model, batch).mean(), lr=0.1)
     with pytest.raises(ValueError, match="per validation example"):
         scalar.backward(losses, torch.arange(7))
+
+
+class Wide(nn.Module):
+    """Layers whose validation gradient is kept as two matrices: of one position, of several, and of two uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.shared, self.last = nn.Linear(40, 30), nn.Linear(30, 30), nn.Linear(90, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x.flatten(1)[:, :40]))
+        return self.last(torch.stack([x, self.shared(x).tanh(), self.shared(self.shared(x))], 1).flatten(1))
+
+
+def wide_task() -> tuple[nn.Module, Batch, Batch]:
+    torch.manual_seed(1)
+    x, y = torch.randn(11, 40).double(), torch.arange(11) % 4
+    return Wide().double(), (x[:7], y[:7]), (x[7:], y[7:])
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_wide_layers(every: int) -> None:
+    model, train, validation = wide_task()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    batch = (validation[0].clone(), validation[1])
+    run = pi.InRun(model, batch, losses_fn, optimizer=optimizer, every=every)
+    wanted = 0.2 * reference(model, train, validation)
+    run.backward(losses_fn(model, train), torch.arange(7))
+    assert any(isinstance(g, tuple) for g in run._gradient.values())
+    torch.testing.assert_close(run.values(), wanted)
+    if every == 3:
+        batch[0].zero_()  # a buffer that is used for something else meanwhile
+        run.backward(losses_fn(model, train), torch.arange(7))
+        torch.testing.assert_close(run.values(), 2 * wanted)
+
+
+def test_wide_layers_of_a_resumed_run(tmp_path: Path) -> None:
+    model, train, validation = wide_task()
+    run = pi.InRun(model, validation, losses_fn, lr=0.1, every=4)
+    run.backward(losses_fn(model, train), torch.arange(7))
+    run.save(tmp_path / "run")
+    again = pi.InRun(model, validation, losses_fn, lr=0.1, every=4)
+    again.load(tmp_path / "run")
+    for one in (run, again):
+        one.backward(losses_fn(model, train), torch.arange(7))
+    torch.testing.assert_close(run.values(), again.values())
+
+
+def test_validation_losses_may_interact() -> None:
+    model, train, validation = wide_task()
+
+    def centred(model: nn.Module, batch: Batch) -> Tensor:
+        losses = losses_fn(model, batch)
+        return losses - 0.5 * losses.mean() if len(losses) == 4 else losses
+
+    run = pi.InRun(model, validation, centred, lr=0.1)
+    run.backward(losses_fn(model, train), torch.arange(7))
+    torch.testing.assert_close(run.values(), 0.5 * 0.1 * reference(model, train, validation))

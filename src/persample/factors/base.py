@@ -132,6 +132,14 @@ class Factor(ABC):
         products = [real_rows(stack) @ columns for _, stack in self.stacks(space or Workspace())]
         return torch.cat(products) if products else columns.new_zeros(0, len(directions))
 
+    def sides_of_sum(self, weights: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Matrices (r, n) and (r, m) whose product leftᵀ · right is `weighted_sum`, if they cost less than it does."""
+        return None
+
+    def dot_product(self, left: Tensor, right: Tensor, space: Workspace | None = None) -> Tensor:
+        """(B,): the inner product of every gradient with leftᵀ · right, for left (r, n) and right (r, m)."""
+        return self.dot((left.t() @ right).view(1, *self.shape), space).squeeze(1)
+
     def gram(self, other: Factor, space: Workspace | None = None) -> Tensor:
         """(B, B'): the inner product of every gradient with each of another factor's."""
         space = space or Workspace()

@@ -299,6 +299,21 @@ class Outer(Factor):
         products = [(left * (right @ v.mT)).flatten(1).sum(1) for v in directions]
         return torch.stack(products, 1) * self.scale if products else left.new_zeros(self.batch, 0)
 
+    def sides_of_sum(self, weights: Tensor) -> tuple[Tensor, Tensor] | None:
+        rows, p, d = self.batch * self.positions, self.left.shape[-1], self.right.shape[-1]
+        if self.left.ndim != 3 or self.dtype.is_complex or rows * (p + d) >= p * d:
+            return None
+        left, right = self._weighted(weights)
+        return left.flatten(0, 1), right.flatten(0, 1)
+
+    def dot_product(self, left: Tensor, right: Tensor, space: Workspace | None = None) -> Tensor:
+        """Σ_t Σ_s (l_t · left_s) (r_t · right_s)."""
+        if self.left.ndim != 3 or self.dtype.is_complex:
+            return super().dot_product(left, right, space)
+        dtype = wide(self.dtype)
+        products = (self.left.to(dtype) @ left.t()) * (self.right.to(dtype) @ right.t())
+        return products.flatten(1).sum(1) * self.scale
+
     def gram(self, other: Factor, space: Workspace | None = None) -> Tensor:
         """One position each: (l l'ᵀ) ∘ (r r'ᵀ)."""
         if not isinstance(other, Outer) or self.dtype.is_complex or self.left.ndim != 3 or other.left.ndim != 3:

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
 from ..distributed.accumulate import accumulate
-from ..factors import Factor
 from ..graph.read.saved import late_hooks
 from ..params import named
-from ..reductions import Call, Reduction
 from ..verbs import reduce
 from .files import load_plain, save_whole
+from .validation import Gradient, ValuesAndMean, as_sides, by_autograd, times, written
 
 LossesFn = Callable[[nn.Module, Any], Tensor]
 
@@ -77,7 +76,8 @@ class InRun:
         self.model, self.validation, self.losses_fn = model, validation, losses_fn
         self.optimizer, self.lr, self.every = optimizer, lr, every
         self.steps = 0
-        self._gradient: dict[str, Tensor] = {}
+        self._gradient: dict[str, Gradient] = {}
+        self._has_sides = not isinstance(optimizer, Adam)  # which needs every element of a gradient
         self._totals = torch.zeros(0, dtype=torch.float64)
         self._times = torch.zeros(0, dtype=torch.int64)
 
@@ -96,11 +96,11 @@ class InRun:
             self._gradient = self._validation_gradient(params)
         direction = self._direction(params)
         if direction is None:  # the first step of Adam, whose second moments are those of this gradient
-            _, sums = reduce(losses, params, _ValuesAndMean(None), retain_graph=True)[0]
+            _, sums = reduce(losses, params, ValuesAndMean(None), retain_graph=True)[0]
             direction = self._first_direction(params, sums)
-            values, _ = reduce(losses, params, _ValuesAndMean(direction, with_mean=False))[0]
+            values, _ = reduce(losses, params, ValuesAndMean(direction, with_mean=False))[0]
         else:
-            values, sums = reduce(losses, params, _ValuesAndMean(direction))[0]
+            values, sums = reduce(losses, params, ValuesAndMean(direction))[0]
         for name, total in sums.items():
             accumulate(params[name], total, late_hooks(params[name]))
         self._note(ids, values / len(ids))
@@ -116,12 +116,13 @@ class InRun:
 
     def state_dict(self) -> dict[str, Any]:
         """What is needed to go on, beside the model and its optimizer."""
+        params = named(self.model)
         return {
             "steps": self.steps,
             "every": self.every,
             "totals": self._totals.clone(),
             "times": self._times.clone(),
-            "gradient": {name: g.clone() for name, g in self._gradient.items()},
+            "gradient": {name: written(g, params[name]).clone() for name, g in self._gradient.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -148,46 +149,47 @@ class InRun:
             raise ValueError(f"{path} is not the state of an InRun")
         self.load_state_dict(state)
 
-    def _validation_gradient(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _validation_gradient(self, params: Mapping[str, Tensor]) -> dict[str, Gradient]:
         batch = self.validation() if callable(self.validation) else self.validation
         with evaluated(self.model), torch.enable_grad():
             losses = self.losses_fn(self.model, batch)
             if not isinstance(losses, Tensor) or losses.ndim != 1 or not len(losses):
                 got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
                 raise ValueError(f"losses_fn must return one loss per validation example, of shape (B,), not {got}")
-            grads = torch.autograd.grad(losses.mean(), list(params.values()), allow_unused=True)
-        found = zip(params.items(), grads, strict=True)
-        return {name: torch.zeros_like(p) if g is None else g.to_dense() for (name, p), g in found}
+            found = as_sides(losses, params) if self._has_sides else None
+            if found is None:
+                found, self._has_sides = by_autograd(losses, params), False
+        return {name: found.get(name, torch.zeros_like(p)) for name, p in params.items()}
 
-    def _direction(self, params: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    def _direction(self, params: Mapping[str, Tensor]) -> dict[str, Gradient] | None:
         """What a gradient's inner product is taken with; None where moments are missing."""
         if self.optimizer is None:
             assert self.lr is not None
-            return {name: g * self.lr for name, g in self._gradient.items()}
+            return {name: times(g, self.lr) for name, g in self._gradient.items()}
         return self._scaled(params, None)
 
-    def _first_direction(self, params: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _first_direction(self, params: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> dict[str, Gradient]:
         direction = self._scaled(params, sums)
         assert direction is not None
         return direction
 
-    def _scaled(self, params: Mapping[str, Tensor], sums: Mapping[str, Tensor] | None) -> dict[str, Tensor] | None:
+    def _scaled(self, params: Mapping[str, Tensor], sums: Mapping[str, Tensor] | None) -> dict[str, Gradient] | None:
         assert self.optimizer is not None
         groups = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
-        direction: dict[str, Tensor] = {}
+        direction: dict[str, Gradient] = {}
         for name, p in params.items():
             g, group = self._gradient[name], groups.get(id(p))
             if group is None:  # which is never updated
-                direction[name] = torch.zeros_like(g)
+                direction[name] = torch.zeros_like(p)
             elif isinstance(self.optimizer, Adam):
                 second = _second_moment(self.optimizer.state.get(p, {}), group)
                 if second is None and sums is None:
                     return None
                 if second is None:
-                    second = sums[name].square() if sums is not None and name in sums else torch.ones_like(g)
-                direction[name] = float(group["lr"]) * g / (second.sqrt() + group["eps"])
+                    second = sums[name].square() if sums is not None and name in sums else torch.ones_like(p)
+                direction[name] = float(group["lr"]) * written(g, p) / (second.sqrt() + group["eps"])
             else:
-                direction[name] = _step_size(self.optimizer, group) * g
+                direction[name] = times(g, _step_size(self.optimizer, group))
         return direction
 
     def _note(self, ids: Tensor, values: Tensor) -> None:
@@ -198,29 +200,6 @@ class InRun:
             self._times = torch.cat([self._times, self._times.new_zeros(room)])
         self._totals.index_add_(0, ids, values.detach().cpu().double())
         self._times.index_add_(0, ids, torch.ones_like(ids))
-
-
-class _ValuesAndMean(Reduction):
-    """The inner product of every gradient with a direction, and the mean gradient of the parameters reached."""
-
-    def __init__(self, direction: Mapping[str, Tensor] | None, *, with_mean: bool = True) -> None:
-        self.direction, self.with_mean = direction, with_mean
-
-    def start(self, call: Call) -> None:
-        self._call, self._sums = call, dict[str, Tensor]()
-        self._values = call.zeros(call.batch)
-        self._weights = torch.full_like(self._values, 1 / call.batch)
-
-    def add(self, name: str, factor: Factor) -> None:
-        space = self._call.space
-        if self.direction is not None:
-            direction = self.direction[name].to(factor.device).unsqueeze(0)
-            self._values += factor.dot(direction, space).squeeze(1).to(self._values)
-        if self.with_mean:
-            self._sums[name] = factor.weighted_sum(self._weights, space)
-
-    def result(self) -> tuple[Tensor, dict[str, Tensor]]:
-        return self._values, self._sums
 
 
 @contextmanager
