@@ -171,6 +171,26 @@ def test_a_resumed_run_has_the_masters(tmp_path: Path, kind: str) -> None:
     assert torch.equal(flat(ends[0][1]), flat(ends[1][1]))
 
 
+def test_states_that_are_kept_by_hand(tmp_path: Path) -> None:
+    """The optimizer's is loaded as it was, in float32; masters begin with the model's weights."""
+    model = half_network()
+    optimizer = OPTIMIZERS["Adam"](model.parameters())
+    run = train(private(model, optimizer=optimizer), model, steps=3)
+    states = model.state_dict(), optimizer.state_dict(), run.state_dict()
+    torch.save(states, tmp_path / "states")
+    model = half_network()
+    again = OPTIMIZERS["Adam"](model.parameters())
+    later = private(model, optimizer=again)
+    for one, state in zip((model, again, later), torch.load(tmp_path / "states"), strict=True):
+        one.load_state_dict(state)
+    assert all(p.dtype == HALF for p in model.parameters())
+    for got, want in zip(again.state.values(), optimizer.state.values(), strict=True):
+        assert got["exp_avg"].dtype == torch.float32
+        assert torch.equal(got["exp_avg_sq"], want["exp_avg_sq"])
+    train(later, model)
+    assert later.steps == 6
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()

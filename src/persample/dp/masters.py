@@ -40,8 +40,13 @@ class Masters:
         if self._kept:
             for p in self._kept.values():
                 _let_gradient_be(p, torch.float32)
-            handle = innermost(optimizer).register_step_pre_hook(self._show)
-            weakref.finalize(owner, _leave, handle, [weakref.ref(p) for p in self._kept.values()])
+            inner = innermost(optimizer)
+            handles = [
+                inner.register_step_pre_hook(self._show),
+                inner.register_load_state_dict_pre_hook(self._show),  # which gives a state the dtype of its parameter
+                inner.register_load_state_dict_post_hook(lambda _: self.hide()),
+            ]
+            weakref.finalize(owner, _leave, handles, [weakref.ref(p) for p in self._kept.values()])
 
     def _show(self, *_: Any) -> None:
         """Put masters in the place of the parameters."""
@@ -77,8 +82,9 @@ def _let_gradient_be(p: Tensor, dtype: torch.dtype) -> None:
     p.grad = None if gradient is None else gradient.to(dtype)
 
 
-def _leave(handle: Any, params: Sequence[weakref.ref[Tensor]]) -> None:
-    handle.remove()
+def _leave(handles: Sequence[Any], params: Sequence[weakref.ref[Tensor]]) -> None:
+    for handle in handles:
+        handle.remove()
     for reference in params:
         if (p := reference()) is not None:
             _let_gradient_be(p, p.dtype)
