@@ -30,12 +30,19 @@ def float64() -> Iterator[None]:
 
 # Tests that hold one statement against a whole library of cases: a quick run takes one case in so many, chosen by name.
 QUICK_SHARES = {
+    "tests/compiled/test_cases.py::test_built_on_some_numbers_and_run_on_others": 2,
+    "tests/compiled/test_step.py::test_reductions_at_several_batch_sizes": 2,
     "tests/expanded/test_agreement.py::test_both_ways_in_agree": 3,
     "tests/expanded/test_interactions.py::test_functions_of": 3,
+    "tests/expanded/test_modules.py::test_equals_the_definition": 2,
     "tests/factors/test_algebra.py": 2,
-    "tests/factors/test_interleaved.py": 2,
+    "tests/factors/test_exact.py::test_no_sample_adds_more_than_the_bound": 2,
+    "tests/factors/test_interleaved.py": 4,
     "tests/graph/matrix/test_devices.py": 2,
+    "tests/graph/matrix/test_stacks.py": 2,
+    "tests/graph/test_agreement.py::test_no_claim_is_refuted": 2,
     "tests/graph/test_device_recurrences.py": 3,
+    "tests/reductions/test_cases.py::test_all_reductions_in_one_backward": 2,
     "tests/reductions/test_several_cases.py": 2,
     "tests/second/test_cases.py::test_derivatives_are_those_of_a_loop": 3,
     "tests/test_computed_weights.py": 3,

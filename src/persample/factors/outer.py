@@ -311,7 +311,7 @@ class Outer(Factor):
         if self.left.ndim != 3 or self.dtype.is_complex:
             return super().dot_product(left, right, space)
         dtype = wide(self.dtype)
-        products = (self.left.to(dtype) @ left.t()) * (self.right.to(dtype) @ right.t())
+        products = (self.left.to(dtype) @ left.to(dtype).t()) * (self.right.to(dtype) @ right.to(dtype).t())
         return products.flatten(1).sum(1) * self.scale
 
     def gram(self, other: Factor, space: Workspace | None = None) -> Tensor:
