@@ -18,6 +18,8 @@ import torch
 
 import persample
 from persample import influence as pi
+from persample.cli import output
+from persample.cli.output import Stages
 from persample.cli.refusals import EXIT_CODES
 from persample.influence.store import files
 from tests.cli.command import Run, Shell
@@ -413,3 +415,19 @@ def test_processes_build_together(tmp_path: Path) -> None:
     command += ["persample", "index", "build", "mine.py:good", "-f", "idx", "--json"]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["examples"] == 20
+
+
+def test_a_query_shows_how_much_of_the_index_it_has_read(built: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In terminals; one stage for each order."""
+    seen: list[float] = []
+
+    class Watched(Stages):
+        def share(self, done: float) -> None:
+            super().share(done)
+            seen.append(self._bar.tasks[0].completed)
+
+    monkeypatch.setattr(output, "Stages", Watched)
+    assert built("index", "query", "mine.py:good", "-f", "idx")[0] == 0
+    assert seen[-1] == 2
+    assert 1 in seen
+    assert seen == sorted(seen)

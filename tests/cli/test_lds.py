@@ -116,13 +116,27 @@ def test_help_has_an_example(run: Run) -> None:
     assert "persample lds persample.influence.examples:digits" in " ".join(out.split())
 
 
-def test_a_score_that_is_none_is_null(run: Run) -> None:
+CONSTANT = {
+    "losses": ("retrain=lambda ids, seed: QY * 0.0", "what retrain returns for a query is the same for all subsets"),
+    "scores": (
+        "losses_fn=lambda model, batch: 0 * losses_fn(model, batch)",
+        "what scores predict for a query is the same for all subsets",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CONSTANT)
+def test_where_nothing_differs_there_is_no_score(run: Run, kind: str) -> None:
     """Losses that no example changes have no ranks."""
-    Path("constant.py").write_text(
-        "from mine import *\ndef factory(): return study(retrain=lambda ids, seed: QY * 0.0)\n"
-    )
-    code, out, _ = run("lds", "constant.py:factory", "--subsets", "3", "--drop", "0.2", "--json")
-    assert code == 0
+    changed, message = CONSTANT[kind]
+    Path("constant.py").write_text(f"from mine import *\ndef factory(): return study({changed})\n")
+    argv = ("lds", "constant.py:factory", "--subsets", "3", "--drop", "0.2", "--curvature", "none")
+    code, out, err = run(*argv, "--plot", "lds.png")
+    assert (code, out) == (1, "")
+    assert f"persample lds: there is no score: {message}" in err
+    assert not Path("lds.png").exists()
+    code, out, _ = run(*argv, "--json")
+    assert code == 1
     told = json.loads(out, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
     assert told["score"] is None
     assert set(told["per_query"]) == {None}

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 import persample as ps
 from persample import dp
@@ -261,3 +262,44 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_wrong_options_of_adaptive_clips_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         private(clip=dp.AdaptiveClip(**options))
+
+
+OUT_OF_RANGE: dict[str, Any] = {
+    "tiny": ps.ClippedSum(1e-300),
+    "huge": ps.ClippedSum(1e200),
+    "one of several": ps.ClippedSum(
+        {"0.weight": 1.0, "0.bias": 1e-31, "2.weight": 1.0, "2.bias": 1.0}, per="parameter"
+    ),
+    "stated": ps.ClippedSum(weights=torch.zeros_like, sensitivity=1e31),
+    "adaptive, tiny": dp.AdaptiveClip(initial=1e-300),
+    "adaptive, huge": dp.AdaptiveClip(initial=1e11),
+    "scheduled": dp.ScheduledClip(ps.ClippedSum(1.0), (1.0, 1e-31)),
+}
+
+
+@pytest.mark.parametrize("kind", OUT_OF_RANGE)
+def test_bounds_that_vanish_or_overflow_are_refused(kind: str) -> None:
+    least, most = (1e-10, 1e10) if "adaptive" in kind else (1e-30, 1e30)
+    message = rf"bounds of private sums must lie between {least:g} and {most:g}".replace("+", r"\+")
+    with pytest.raises(ValueError, match=message):
+        private(clip=OUT_OF_RANGE[kind])
+
+
+@pytest.mark.parametrize("bound", [1e-30, 1e30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_bounds_at_the_ends_of_their_range_are_kept(bound: float, dtype: torch.dtype) -> None:
+    """The noise has the size of the bound, and the sum of clipped gradients is theirs."""
+    x, found = torch.randn(64, 4, dtype=dtype), []
+    for noise in (0.0, 1.0):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3, dtype=dtype)
+        plan_ = dp.Plan(examples=64, batch_size=64, steps=1, sampling="cyclic", noise_multiplier=noise, delta=1e-5)
+        run = dp.Private(model, torch.optim.SGD(model.parameters(), lr=0.0), plan_, ps.ClippedSum(bound))
+        for (inputs,) in run.batches(TensorDataset(x)):
+            run.backward(model(inputs).square().sum(1) * 3.0)
+        gradients = [p.grad.double().flatten() for p in model.parameters() if p.grad is not None]
+        found.append(torch.cat(gradients) * 64 / bound)
+    want = ps.clipped_sum(model(x).square().sum(1) * 3.0, model, max_norm=bound)
+    exact = torch.cat([t.double().flatten() for t in want.values()]) / bound
+    torch.testing.assert_close(found[0], exact, rtol=1e-3, atol=1e-4)
+    assert 0.3 < float((found[1] - found[0]).std()) < 3

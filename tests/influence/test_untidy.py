@@ -105,6 +105,43 @@ def test_cut_otherwise_the_scores_are_the_same(tmp_path: Path) -> None:
         assert index.ids().tolist() == list(range(32))
 
 
+@pytest.mark.parametrize("chunk_bytes", [1, CHUNK["float32"], 2**26])
+def test_batches_without_samples_at_first_get_no_chunk_of_their_own(tmp_path: Path, chunk_bytes: int) -> None:
+    empty = [(X[:0], Y[:0])] * 2
+    index = index_of(tmp_path / "i").build([*empty, *DATA], chunk_bytes=chunk_bytes)
+    want = index_of(tmp_path / "want").build(DATA, chunk_bytes=chunk_bytes)
+    assert torch.allclose(index.scores(QUERY), want.scores(QUERY), atol=1e-5)
+    assert index.ids().tolist() == list(range(32))
+    assert all(index.folder.samples)
+    batches = index.folder.plan.batches_per_chunk
+    assert batches == max(3, want.folder.plan.batches_per_chunk)  # as large as batches with samples make it
+    index_of(tmp_path / "i").build([*empty, *DATA], chunk_bytes=chunk_bytes)  # which is there
+    with pytest.raises(pi.MismatchError, match="losses_fn has changed"):
+        pi.Index(tmp_path / "i", model_of(), lambda m, b: 2 * losses_fn(m, b), sketch=index.subject.sketch).build(
+            [*empty, *DATA], chunk_bytes=chunk_bytes
+        )
+
+
+def test_an_index_without_any_samples_is_not_exported(tmp_path: Path) -> None:
+    index = index_of(tmp_path / "i").build([(X[:0], Y[:0])] * 2)
+    with pytest.raises(ValueError, match="the index is empty: there is nothing to export"):
+        index.export("npy", tmp_path / "rows.npy")
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+def test_a_query_tells_how_much_it_has_read(tmp_path: Path, tokens: bool) -> None:
+    def per_token(model: nn.Module, batch: Any) -> Tensor:
+        return losses_fn(model, batch).unsqueeze(1).expand(-1, 3)
+
+    index = pi.Index(tmp_path, model_of(), per_token if tokens else losses_fn).build(DATA, chunk_bytes=1)
+    shares: list[float] = []
+    hits = index.query(QUERY, k=2, per="token" if tokens else "sample", progress=shares.append)
+    assert torch.equal(hits.scores, index.query(QUERY, k=2, per="token" if tokens else "sample").scores)
+    assert shares == sorted(shares)
+    assert len(shares) == len(DATA)
+    assert shares[-1] == 1
+
+
 class Stream(IterableDataset[Any]):
     """Without a length."""
 
@@ -178,9 +215,12 @@ def test_queries_without_samples_or_numbers(tmp_path: Path) -> None:
     assert index.query((QUERY[0][:0], QUERY[1][:0]), k=2).ids.shape == (0, 2)
     assert index.scores((QUERY[0][:0], QUERY[1][:0])).shape == (0, 32)
     assert index.query(QUERY, k=np.int64(2)).ids.shape == (4, 2)  # type: ignore[arg-type]
-    for k in (True, 0, 2.0, "3"):
-        with pytest.raises(ValueError, match="k must be a positive integer"):
+    for k in (True, False, 2.0, "3", None):
+        with pytest.raises(TypeError, match="k must be a positive integer"):
             index.query(QUERY, k=k)  # type: ignore[arg-type]
+    for k in (0, -1):
+        with pytest.raises(ValueError, match="k must be a positive integer"):
+            index.query(QUERY, k=k)
     bad = QUERY[0].clone().index_fill_(0, torch.tensor([1]), torch.nan)
     with pytest.raises(ValueError, match=r"queries \[1\] have gradients that are infinite or NaN"):
         index.query((bad, QUERY[1]))
@@ -305,6 +345,38 @@ def test_an_export_to_a_full_disk_leaves_nothing_half_written(tmp_path: Path, mo
     with pytest.raises(pi.StorageError, match="the disk is full"):
         index.export("npy", tmp_path / "other.npy")
     assert [path.name for path in tmp_path.glob("other*")] == []
+
+
+@pytest.mark.parametrize("failing", ["rows.npy", "rows.ids.npy", "rows.tokens.npy"])
+def test_files_of_an_export_are_replaced_together_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    def per_token(model: nn.Module, batch: Any) -> Tensor:
+        return losses_fn(model, batch).unsqueeze(1).expand(-1, 3)
+
+    def folder() -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in tmp_path.glob("rows*")}
+
+    few, all_ = (pi.Index(tmp_path / str(n), model_of(), per_token).build(DATA[:n]) for n in (2, len(DATA)))
+    few.export("npy", tmp_path / "rows.npy")
+    before = folder()
+    assert sorted(before) == ["rows.ids.npy", "rows.npy", "rows.tokens.npy"]
+    opened = Path.open
+
+    def full(path: Path, mode: str = "r", *rest: Any, **more: Any) -> Any:
+        if path.name.startswith(f"{failing}.") and mode == "wb":
+            opened(path, mode).close()  # begun, and then there is no more room
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return opened(path, mode, *rest, **more)
+
+    with monkeypatch.context() as disk:
+        disk.setattr(Path, "open", full)
+        with pytest.raises(pi.StorageError, match=f"the disk is full.*{failing}|{failing}.*the disk is full"):
+            all_.export("npy", tmp_path / "rows.npy")
+    assert folder() == before
+    all_.export("npy", tmp_path / "rows.npy")
+    rows, ids, tokens = (np.load(tmp_path / f"rows{name}.npy") for name in ("", ".ids", ".tokens"))
+    assert len(rows) == len(ids) == len(tokens) == 96
 
 
 def test_diverse_selection_is_the_best_with_weights_of_at_least_zero() -> None:

@@ -49,7 +49,7 @@ def query(
         hits: dict[str, Hits] = {}
         with working(len(orders), quiet=quiet) as tell:
             for which in orders:
-                hits[which] = study.ask(made, count, which, **settings, tell=tell)
+                hits[which] = study.ask(made, count, which, **settings, tell=tell, progress=tell.share)
         about = {"spec": spec, "folder": str(folder), "examples": len(made), "k": count, **settings}
         about["curvature"] = made.folder.noted("curvature") is not None
         page = _page(hits, study.show, study.show_query, about) if html is not None else ""

@@ -17,7 +17,7 @@ from ..influence.study import Retraining, Study, load
 from .facts import facts
 from .options import BlocksText, CurvatureName, Damping, Device, Json, Labels, Quiet, Seed, Spec, blocks_of
 from .output import STDOUT, WRONG_USE, check_writable, fail, write_json
-from .refusals import EXIT_CODES, UNWRITTEN, refusals
+from .refusals import DIFFERS, EXIT_CODES, UNWRITTEN, refusals
 
 HELP = f"""Train again on random subsets: do scores predict the losses of the queries (linear datamodelling score)?
 
@@ -26,6 +26,7 @@ losses of the queries. Scores are those of an index, or of one that is made for 
 
 Exit codes:
 0 = {EXIT_CODES[0]}
+{DIFFERS} = there is no score, as the losses of every query, or what is predicted of them, are the same for all subsets
 {WRONG_USE} = {EXIT_CODES[WRONG_USE]}, or training failed
 3 = {EXIT_CODES[3]}
 """
@@ -86,15 +87,28 @@ def lds(
             seed=subset_seed,
             progress=False if quiet else None,
         )
-        if plot is not None:
+        if plot is not None and found.says_something:
             found.plot(plot)
     if json is not None:
         told = {"spec": spec, "score": found.score, "interval": found.interval, "subsets": subsets, "drop": drop}
         told |= {"seeds": seeds, "queries": len(scores), "examples": scores.shape[1]}
         write_json("lds", {**told, "per_query": found.per_query.tolist(), "environment": facts()}, json, UNWRITTEN)
+    if not found.says_something:
+        same = "what retrain returns" if bool(_is_constant(found.actual).all()) else "what scores predict"
+        fail(
+            "lds",
+            f"there is no score: {same} for a query is the same for all subsets. Leave more examples out (--drop), "
+            f"and see whether retrain(ids, seed) trains on ids alone",
+            DIFFERS,
+        )
     if json != STDOUT:
         size = f"{len(scores)} queries, {subsets} subsets without {drop:.0%} of {scores.shape[1]:,} examples"
         Console().print(f"{found}: {size}", highlight=False, soft_wrap=True)
+
+
+def _is_constant(losses: Tensor) -> Tensor:
+    """(Q,): are a query's the same for all subsets?"""
+    return (losses == losses[:1]).all(0)
 
 
 def _scores(

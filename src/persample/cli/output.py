@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any, NoReturn
@@ -71,8 +71,23 @@ def _finite(value: Any) -> Any:
     return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
+class Stages:
+    """Says which stage of the work has begun, and how much of it is done."""
+
+    def __init__(self, bar: Progress, count: int) -> None:
+        self._bar, self._task, self._begun = bar, bar.add_task("starting", total=count), 0
+
+    def __call__(self, stage: str) -> None:
+        self._bar.update(self._task, description=stage, completed=self._begun)
+        self._begun += 1
+
+    def share(self, done: float) -> None:
+        """Of the stage that has begun last."""
+        self._bar.update(self._task, completed=self._begun - 1 + done)
+
+
 @contextmanager
-def working(stages: int, *, quiet: bool) -> Iterator[Callable[[str], None]]:
+def working(stages: int, *, quiet: bool) -> Iterator[Stages]:
     """A progress bar on stderr; what the user's code prints goes there, too, so that stdout holds results alone."""
     columns = (SpinnerColumn(), BarColumn(20), TextColumn("{task.description}"), TimeElapsedColumn())
     console = Console(stderr=True)
@@ -80,12 +95,4 @@ def working(stages: int, *, quiet: bool) -> Iterator[Callable[[str], None]]:
         Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar,
         redirect_stdout(sys.stderr),
     ):
-        task = bar.add_task("starting", total=stages)
-        begun = False
-
-        def tell(stage: str) -> None:
-            nonlocal begun
-            bar.update(task, description=stage, advance=1 if begun else 0)
-            begun = True
-
-        yield tell
+        yield Stages(bar, stages)

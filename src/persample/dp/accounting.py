@@ -29,21 +29,31 @@ def epsilon(times: int, rate: float, noise_multiplier: float, delta: float, acco
 def epsilon_of_all(
     mechanisms: tuple[tuple[int, float], ...], rate: float, delta: float, accountant: Accountant
 ) -> float:
-    """`epsilon` of Gaussian mechanisms one after another: how often, and with which noise multiplier each."""
+    """`epsilon` of Gaussian mechanisms one after another: how often, and with which noise multiplier each.
+
+    Infinite where there is so little noise that the library's numbers overflow.
+    """
     mechanisms = tuple((times, noise) for times, noise in mechanisms if times)
     if not mechanisms:
         return 0.0
     if not all(noise for _, noise in mechanisms):
         return math.inf
-    library = _library()
     with _quiet():
-        ledger = _accountant(accountant, rate, [noise for _, noise in mechanisms])
-        for times, noise in mechanisms:
-            event = library.GaussianDpEvent(noise)
-            if rate < 1:
-                event = library.PoissonSampledDpEvent(rate, event)
-            ledger.compose(library.SelfComposedDpEvent(event, times))
-        return float(ledger.get_epsilon(delta))
+        try:
+            return _composed(mechanisms, rate, delta, accountant)
+        except (OverflowError, ZeroDivisionError):
+            return math.inf
+
+
+def _composed(mechanisms: tuple[tuple[int, float], ...], rate: float, delta: float, accountant: Accountant) -> float:
+    library = _library()
+    ledger = _accountant(accountant, rate, [noise for _, noise in mechanisms])
+    for times, noise in mechanisms:
+        event = library.GaussianDpEvent(noise)
+        if rate < 1:
+            event = library.PoissonSampledDpEvent(rate, event)
+        ledger.compose(library.SelfComposedDpEvent(event, times))
+    return float(ledger.get_epsilon(delta))
 
 
 def _accountant(name: Accountant, rate: float, noises: Sequence[float]) -> Any:

@@ -14,12 +14,14 @@ from torch import Tensor
 
 from ..factors.limits import Unit
 from ..reductions import Call, ClippedSum, Clipping
-from ..reductions.clipping import Bounds
+from ..reductions.clipping import Bounds, values_of
 from ..reductions.groups import Groups, Per, as_groups, listed
 from .errors import PrivacyError
 from .plan import Plan
 
 _NO_DEVICE = torch.device("cpu")
+_RANGE = 1e-30, 1e30  # of bounds that stay: sums, noise and gradients of float32 have room for them
+_MOVING = 1e-10, 1e10  # of bounds that follow a quantile
 _COUNT_BITS = 20  # of a count's coordinate: the sum of 2**40 samples fits into 64 bits
 
 
@@ -36,7 +38,8 @@ class AdaptiveClip:
     AdaptiveClip(initial=1.0, quantile=0.5, rate=0.2, count_noise=None, nonfinite='raise', per=None)
 
     Args:
-        initial: the first bound; with groups, that of each, or a list or dict of them.
+        initial: the first bound; with groups, that of each, or a list or dict of them. Bounds stay between 1e-10 and
+            1e10.
         quantile: the share of the samples that are to stay unclipped.
         rate: how fast the bound moves.
         count_noise: the standard deviation of the noise on the count of unclipped samples; by default a twentieth of
@@ -111,6 +114,7 @@ class Fixed(Clipper):
                 "a ClippedSum with weights has to state its sensitivity, or noise cannot be scaled: "
                 "ClippedSum(weights=..., sensitivity=...)"
             )
+        check_range(values_of(clip.max_norm) or [self.sensitivity()])
 
     def reduction(self) -> ClippedSum:
         return self._clip
@@ -176,6 +180,7 @@ class Following(Clipper):
         self._clip, self._plan = clip, plan
         self._groups = grouped(clip.per, params or {})
         bounds = in_order(clip.initial, self._groups)
+        check_range(bounds, _MOVING)
         self.bound = bounds[0] if clip.per is None else bounds
         self.counts = len(bounds)
         whole, most = math.sqrt(self.counts), plan.noise * max(plan.noise_schedule or [1.0])
@@ -234,7 +239,8 @@ class Following(Clipper):
     def _moved(self, bound: float, noisy: float) -> float:
         fraction = noisy / self._kappa / self._plan.batch_size + 0.5
         moved = bound * math.exp(-self._clip.rate * (fraction - self._clip.quantile))
-        return min(max(moved, 1e-10), 1e10)
+        least, most = _MOVING
+        return min(max(moved, least), most)
 
     def describe(self) -> dict[str, Any]:
         clip = self._clip
@@ -248,6 +254,16 @@ class Following(Clipper):
             "nonfinite": clip.nonfinite,
         }
         return described if clip.per is None else {**described, "groups": self._groups}
+
+
+def check_range(bounds: Sequence[float], within: tuple[float, float] = _RANGE) -> None:
+    """Refuse bounds that are so small or so large that sums or their noise could vanish or overflow."""
+    least, most = within
+    if not all(least <= bound <= most for bound in bounds):
+        raise ValueError(
+            f"bounds of private sums must lie between {least:g} and {most:g}, but these are "
+            f"{', '.join(f'{bound:g}' for bound in bounds)}: scale the losses"
+        )
 
 
 def grouped(per: Per, params: Mapping[str, Tensor]) -> dict[str, list[str]]:

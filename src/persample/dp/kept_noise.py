@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from glob import escape
 from os import PathLike
 from pathlib import Path
 
@@ -28,6 +29,16 @@ class KeptNoise:
         """Write what there is to remember, until there are no more steps."""
         if self._stream is not None:
             self._stream.save(self._file(path), self._now, finished=not self._ledger.left)
+            if self._team.rank == 0:
+                self._remove_surplus(path)
+
+    def _remove_surplus(self, path: str | PathLike[str]) -> None:
+        """Remove the files of processes that this run had before and has no more: they are of no use, and secret."""
+        first = self._file(path)
+        for file in first.parent.glob(f"{escape(first.name)}-*"):
+            number = file.name.removeprefix(f"{first.name}-").removesuffix(".new")
+            if number.isdecimal() and int(number) >= self._team.size:
+                file.unlink(missing_ok=True)
 
     def resume(self, path: str | PathLike[str], steps: int) -> None:
         """Go on with the noise that was saved, if the file is of the last step that was made."""

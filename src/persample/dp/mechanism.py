@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from ..factors.limits import Unit
+from ..kernels.ragged import always_ragged
 from ..reductions.exact import ExactClippedSum
 from .clips import Clipper
 from .correlated.stream import Stream
@@ -43,7 +44,8 @@ class Mechanism:
 
     def clipped(self, losses: Tensor, padding: int) -> Clipped:
         """The clipped sums of these losses, of which some at the end do not count."""
-        return self._team.clipped(losses, self._params, self.exactly(padding))
+        with always_ragged(self._plan.users is not None):  # how one is clipped must not depend on others' items
+            return self._team.clipped(losses, self._params, self.exactly(padding))
 
     def take(self) -> list[Whole]:
         """What the parts of this step have added up to."""

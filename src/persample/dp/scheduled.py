@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from ..reductions import ClippedSum
-from ..reductions.clipping import Bounds
-from .clips import Clipper, Fixed, grouped, in_order
+from ..reductions.clipping import Bounds, values_of
+from .clips import Clipper, Fixed, check_range, grouped, in_order
 from .plan import Plan
 from .schedules import checked, factor_at
 
@@ -56,6 +56,7 @@ class Scheduled(Clipper):
             )
         self._clip, self._params, self._steps = clip, params, plan.length
         self._fixed = Fixed(clip.clip, params)
+        check_range([bound * factor for bound in values_of(clip.clip.max_norm) for factor in clip.schedule])
         self.begin(0)
 
     def begin(self, step: int) -> None:

@@ -7,11 +7,14 @@ from collections.abc import Callable
 
 _TRIES = 60
 _MOST_NOISE = 2.0**16  # beyond that, a step's loss is lost in the accountants' rounding errors
+LEAST_NOISE = 2.0**-5  # with less no promise is worth the name, and more precision would cost minutes
 CLOSE = 1e-3  # how close to the best noise is close enough, relatively
 
 
 def least_noise(epsilon_of: Callable[[float], float], epsilon: float) -> float | None:
     """The least noise multiplier with ``epsilon_of(noise) <= epsilon``, within 0.1% above it; None beyond 65536.
+
+    `LEAST_NOISE` where half of it would do: less is not looked for.
 
     ``epsilon_of`` must not rise with the noise.
     """
@@ -23,7 +26,7 @@ def least_noise(epsilon_of: Callable[[float], float], epsilon: float) -> float |
     while low == 0.0:
         if epsilon_of(high / 2) > epsilon:
             low = high / 2
-        elif high < 2.0**-4:  # no promise worth the name: more precision would cost minutes
+        elif high <= LEAST_NOISE:
             return high
         else:
             high /= 2

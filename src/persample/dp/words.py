@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from .solve import LEAST_NOISE
 from .units import items_in_words, name_of_one
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def in_words(plan: Plan) -> str:
     sampled, neighbours = how[plan.sampling]
     if plan.sampling == "poisson" and (plan.bands or 1) > 1:
         sampled, neighbours = f"{sampled} from {plan.bands} parts in turn", _IN_ITS_PLACE
-    promise = "no privacy: without noise, epsilon is infinite"
+    promise = f"no privacy: with{'out' if not plan.noise else ' so little'} noise, epsilon is infinite"
     if plan.budget < math.inf:
         promise = (
             f"epsilon {plan.budget:.4g} at delta {plan.delta:g} ({plan.accountant.upper()} accountant, neighbours: "
@@ -53,9 +54,9 @@ def _correlation(plan: Plan) -> str:
 
 
 def _compared(plan: Plan) -> str:
-    """How much of DP-SGD's error is left, where there is a DP-SGD to compare with."""
+    """How much of DP-SGD's error is left, where there is one to compare with, whose noise is as little as can be."""
     try:
-        other = plan.dp_sgd().expected_error
+        other = plan.dp_sgd()
     except ValueError:  # so much noise that accountants round what it loses to nothing
         return ""
-    return f", {plan.expected_error / other:.4g} times DP-SGD's" if other else ""
+    return f", {plan.expected_error / other.expected_error:.4g} times DP-SGD's" if other.noise > LEAST_NOISE else ""

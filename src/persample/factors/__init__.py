@@ -17,7 +17,7 @@ from .convolution import Convolution
 from .deferred import Deferred
 from .dense import Dense, DenseCopy, Masked
 from .forms import Form, form_of, kind_of, together
-from .gather import combine, factors_of_rows, placed, products_of_rows, rows_read
+from .gather import combine, factors_of_rows, placed, products_of_parts, products_of_rows, rows_read
 from .hadamard import Hadamard
 from .interleaved import Interleaved, interleave
 from .outer import Outer
@@ -53,6 +53,7 @@ __all__ = [
     "kind_of",
     "one_by_one",
     "placed",
+    "products_of_parts",
     "products_of_rows",
     "regroup",
     "rows_read",

@@ -10,10 +10,12 @@ of others, and one long sample makes none of the others longer.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from math import prod
 
 import torch
 from torch import Tensor
 
+from ..kernels.ragged import is_always_ragged
 from ..kernels.rows import rows_summed
 from ..numberless import with_numbers
 from .apart import Apart, Group
@@ -25,7 +27,7 @@ from .forms import Form, form_of
 from .outer import Outer
 from .rows import Rows
 
-_Tables = list[tuple[Tensor, Tensor]]  # samples (b,), and which rows are theirs (b, T)
+_Tables = list[tuple[Tensor, Tensor]]  # samples (b,), and which rows are theirs (b, T), or their parts' (b, parts, T)
 
 
 def combine(terms: Sequence[Factor]) -> Factor:
@@ -34,13 +36,45 @@ def combine(terms: Sequence[Factor]) -> Factor:
         return terms[0]
     terms = [each for term in terms for each in (term.terms if isinstance(term, Sum) else [term])]
     terms = [term.compute_all() if isinstance(term, Deferred) else term for term in terms]  # to be concatenated
-    if any(isinstance(term, Apart) for term in terms):
+    if is_always_ragged() or any(isinstance(term, Apart) for term in terms):
         terms = _gathered(terms)
     groups: dict[object, list[Factor]] = {}
     for position, term in enumerate(terms):
         groups.setdefault(_concatenation_key(term, position), []).append(term)
     concatenated = [_concatenated(group) if len(group) > 1 else group[0] for group in groups.values()]
-    return concatenated[0] if len(concatenated) == 1 else Sum(concatenated)
+    return concatenated[0] if len(concatenated) == 1 else _added(concatenated)
+
+
+def _added(terms: Sequence[Factor]) -> Factor:
+    """The sum of terms. Where it must not matter which terms others are in, every sample has a sum of its own ones."""
+    if not is_always_ragged() or not any(isinstance(term, Apart) for term in terms):
+        return Sum(terms)
+    batch = terms[0].batch
+    factors = [[factor for _, factor in term.groups] if isinstance(term, Apart) else [term] for term in terms]
+    groups: list[Group] = []
+    for samples, found in _in_the_same_terms(terms, batch):
+        parts = [factors[term][group][places.to(terms[0].device)] for term, group, places in found]
+        every = [each for part in parts for each in (part.terms if isinstance(part, Sum) else [part])]
+        groups.append((samples, every[0] if len(every) == 1 else Sum(every)))
+    return Apart(groups or [(_all(0), factors[0][0][:0])], batch)
+
+
+@with_numbers
+def _in_the_same_terms(terms: Sequence[Factor], batch: int) -> list[tuple[Tensor, list[tuple[int, int, Tensor]]]]:
+    """Samples that are in the same groups of terms: which term, which of its groups, and their places in it."""
+    group = torch.full((len(terms), batch), -1, device="cpu")
+    place = torch.zeros_like(group)
+    for number, term in enumerate(terms):
+        every = [index for index, _ in term.groups] if isinstance(term, Apart) else [_all(batch)]
+        for which, index in enumerate(every):
+            group[number, index], place[number, index] = which, _all(len(index))
+    kinds, kind = group.unique(dim=1, return_inverse=True)
+    found = []
+    for number, groups in enumerate(kinds.t().tolist()):
+        samples = (kind == number).nonzero().squeeze(1)
+        members = [(term, which, place[term, samples]) for term, which in enumerate(groups) if which >= 0]
+        found += [(samples, members)] if members else []
+    return found
 
 
 def _concatenation_key(term: Factor, position: int) -> object:
@@ -68,7 +102,7 @@ def _gathered(terms: Sequence[Factor]) -> list[Factor]:
             partial.update([] if index is None else [key])
     result: list[Factor] = []
     for key, some in pieces.items():
-        result += _joined(some, batch) if key in partial else [factor for _, factor in some]
+        result += _joined(some, batch) if key in partial or is_always_ragged() else [factor for _, factor in some]
     return result
 
 
@@ -112,7 +146,7 @@ def _joined(pieces: Sequence[Group], batch: int) -> list[Factor]:
 
 def settled(groups: Sequence[Group], batch: int) -> Factor:
     """One factor of all samples, in their order if there is one group of them."""
-    if len(groups) > 1 or len(groups[0][0]) < batch:
+    if len(groups) > 1 or len(groups[0][0]) < batch or is_always_ragged():
         return Apart(groups, batch)
     ((index, factor),) = groups
     order = _sorting(index)
@@ -228,7 +262,22 @@ def factors_of_rows(
 
     ``owners`` says whose a row of each of the tensors is, -1 that it is nobody's.
     """
-    tables = _tables(owners, batch)
+    return _made(rows, _tables(owners, batch), batch, make)
+
+
+def products_of_parts(
+    left: Tensor, right: Tensor, owners: Tensor, batch: int, parts: int, scale: float = 1.0
+) -> Factor:
+    """Σ left[n] ⊗ right[n] over the rows n of every sample, apart for each of so many ``parts`` (experts).
+
+    ``owners`` says whose row it is and which part's: sample · parts + part, or -1 that it is nobody's. A sample's parts
+    are padded to that of its own with the most rows.
+    """
+    tables = _tables(owners, batch, (parts,))
+    return _made([left, right], tables, batch, lambda sides: Outer(sides[0], sides[1], scale))
+
+
+def _made(rows: Sequence[Tensor], tables: _Tables, batch: int, make: Callable[[list[Tensor]], Factor]) -> Factor:
     picked = [_picked([t], tables, 0) for t in rows]
     return settled([(index, make(list(each))) for (index, _), *each in zip(tables, *picked, strict=True)], batch)
 
@@ -269,7 +318,7 @@ def _owners(pieces: Sequence[tuple[Tensor, int]]) -> Tensor:
 
 
 def _picked(rows: Sequence[Tensor], tables: _Tables, padding: int) -> list[Tensor]:
-    """(b, T, ...) for every table; where a sample has no more rows, they are of ``padding``."""
+    """(b, [parts,] T, ...) for every table; where a sample has no more rows, they are of ``padding``."""
     last = rows[0].new_full((1, *rows[0].shape[1:]), padding)
     every = torch.cat([*rows, last])
     picked = []
@@ -280,22 +329,28 @@ def _picked(rows: Sequence[Tensor], tables: _Tables, padding: int) -> list[Tenso
 
 
 @with_numbers
-def _tables(owners: Tensor, batch: int) -> _Tables:
-    """The rows of samples that have about as many, in their order; one past the last where a sample has no more."""
+def _tables(owners: Tensor, batch: int, parts: tuple[int, ...] = ()) -> _Tables:
+    """The rows of samples that have about as many, in their order; one past the last where a sample has no more.
+
+    With ``parts``, owners are parts of samples.
+    """
+    every = prod(parts)
     order = torch.argsort(owners, stable=True)
-    counts = torch.bincount(owners + 1, minlength=batch + 1)
+    counts = torch.bincount(owners + 1, minlength=batch * every + 1)
     ends, counts = counts.cumsum(0)[1:], counts[1:]
     starts = ends - counts
-    widths = torch.tensor([_width(n) for n in counts.tolist()], device="cpu")
+    longest = counts.reshape(batch, every).amax(1) if every else counts.new_zeros(batch)
+    widths = torch.tensor([_width(n) for n in longest.tolist()], device="cpu")
     order = torch.cat([order, order.new_full((1,), len(owners))])
+    starts, ends = (t.reshape(batch, *parts, 1) for t in (starts, ends))
     tables = []
     for width in widths.unique().tolist():
         samples = (widths == width).nonzero().squeeze(1)
         if width:
-            place = starts[samples].unsqueeze(1) + torch.arange(width, device="cpu")
-            tables.append((samples, order[place.where(place < ends[samples].unsqueeze(1), len(owners))]))
+            place = starts[samples] + torch.arange(width, device="cpu")
+            tables.append((samples, order[place.where(place < ends[samples], len(owners))]))
     none = torch.empty(0, dtype=torch.long, device="cpu")
-    return tables or [(none, none.reshape(0, 0))]
+    return tables or [(none, none.reshape(0, *parts, 0))]
 
 
 def _width(positions: int) -> int:

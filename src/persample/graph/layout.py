@@ -23,6 +23,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from ..kernels.ragged import is_always_ragged
 from ..numberless import with_numbers
 
 Shape = tuple[int, ...]
@@ -189,12 +190,12 @@ def narrowed(index: Tensor) -> Tensor:
 
 
 def simplify(index: Tensor, shape: Shape, batch: int) -> Layout:
-    """Labels as a Block where they are one, with dims along which they do not vary dropped to size 1."""
+    """Labels as a Block where they are one and may be, with dims along which they do not vary dropped to size 1."""
     if index.numel() == 0 or 0 in shape:
         return Labels(batch, index)
     index = narrowed(index)
     varying = [d for d, n in enumerate(index.shape) if n != 1]
-    if varying:
+    if varying and not is_always_ragged():
         first, last = varying[0], varying[-1]
         line = index.expand([n if first <= d <= last else 1 for d, n in enumerate(shape)]).flatten()
         run = int((line != line[0]).nonzero()[0])

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
+from ..kernels.ragged import is_always_ragged
 from .execute.plan import CapturePlan
 from .layout import Labels, Layout
 from .locate.constants import only_counts
@@ -54,9 +55,13 @@ def key_of(
 ) -> Hashable:
     """Equal for calls that one plan serves; None if there are none, as data say where to start or nodes are opaque.
 
+    Nor are there any where samples with as many rows each are not to be seen as such.
+
     ``ordinary`` is where ordinary gradients are wanted; ``known`` and ``terms`` are what else the plan is checked by.
     """
-    if graph.form is None or any(isinstance(layout, Labels) for layout in [*roots.layouts, *known.values()]):
+    if graph.form is None or is_always_ragged():
+        return None
+    if any(isinstance(layout, Labels) for layout in [*roots.layouts, *known.values()]):
         return None
     if any(region.outside for region in roots.regions.opened.values()):
         return None  # to be looked at, and refused perhaps

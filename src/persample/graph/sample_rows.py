@@ -9,7 +9,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ..factors import Factor, Outer, factors_of_rows, products_of_rows
+from ..factors import Dense, Factor, Outer, factors_of_rows, products_of_rows
 from ..kernels.norms import wide
 from ..kernels.rows import rows_summed
 from ..numberless import with_numbers
@@ -79,6 +79,11 @@ class SampleRows:
         if self._rows is None:
             return make([self.group(t) for t in rows])
         return factors_of_rows(rows, self._rows, self.batch, make)
+
+    def written_out(self, rows: Sequence[Tensor], compute: Callable[[list[Tensor]], Tensor]) -> Dense:
+        """The gradients that ``compute`` writes out, of the rows (B, T, ...) of every sample, as in `factor`."""
+        factor = self.factor(rows, lambda grouped: Dense(compute(grouped)))
+        return factor if isinstance(factor, Dense) else Dense(factor.stack())
 
     def sum(self, t: Tensor) -> Tensor:
         """(N, ...) -> (B, ...)."""

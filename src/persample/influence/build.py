@@ -84,9 +84,8 @@ class Builder:
         batch = loaders.first_batch(self.loader)
         if batch is None:
             raise ValueError("the loader has no batches")
-        with self.subject.at(self.checkpoints[0]):
-            first = self.subject.rows(batch, seed=0)
-        plan = self._plan(batch, first)
+        empty, first = self._first_rows(batch)
+        plan = self._plan(batch, first, empty)
         if self.folder.exists():
             self.folder.plan.check(plan)
         self.folder.remove_scratch()
@@ -96,7 +95,18 @@ class Builder:
         if self.folder.has(0, 0):
             self._compare(first)
 
-    def _plan(self, batch: Any, first: Rows) -> Plan:
+    def _first_rows(self, batch: Any) -> tuple[int, Rows]:
+        """How many batches without samples come first, and the rows of the next; those of an empty one, if all are."""
+        empty = 0
+        with self.subject.at(self.checkpoints[0]):
+            rows = self.subject.rows(batch, seed=0)
+            while not len(rows.losses) and (later := loaders.first_batch(self.loader, empty + 1)) is not None:
+                empty += 1
+                rows = self.subject.rows(later, seed=empty)
+        return empty, rows
+
+    def _plan(self, batch: Any, first: Rows, empty: int) -> Plan:
+        """From the first batch, and the rows of the one after those that are empty, which get no chunk of their own."""
         fingerprints = []
         for checkpoint in self.checkpoints:
             with self.subject.at(checkpoint):
@@ -109,7 +119,7 @@ class Builder:
         data = of_batch(batch)
         plan = Plan(sketch, self.dtype, parameters, fingerprints, data, None, 1, per_token, own_ids, __version__)
         per_batch = max(1, first.losses.numel() * plan.encoding.row_bytes)
-        values = {**vars(plan), "batches_per_chunk": max(1, self.chunk_bytes // per_batch)}
+        values = {**vars(plan), "batches_per_chunk": max(empty + 1, self.chunk_bytes // per_batch)}
         return Plan(**{**values, "batches": loaders.length(self.loader)})
 
     def _compare(self, first: Rows) -> None:

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from .store import Folder, OpenChunk
-from .store.files import make_folder, replace_whole
+from .store.files import make_folder, replace_together, replace_whole
 
 
 def export(folder: Folder, format: str, path: Path, max_memory: int) -> None:
     """Write an index in one of `FORMATS`."""
     if format not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(map(repr, FORMATS))}, not {format!r}")
+    if not sum(folder.samples):
+        raise ValueError("the index is empty: there is nothing to export")
     make_folder(path.parent)
     FORMATS[format](folder, path, max_memory)
 
@@ -58,7 +60,7 @@ def by_sample(folder: Folder, max_memory: int) -> Iterator[Tensor]:
 
 
 def _to_npy(folder: Folder, path: Path, max_memory: int) -> None:
-    """`path`: float32 (N, C·D); beside it, `.ids.npy` and, if there are any, `.tokens.npy`."""
+    """`path`: float32 (N, C·D); beside it, `.ids.npy` and, if there are any, `.tokens.npy`. All are new, or none."""
     numpy = import_module("numpy")
     rows = sum(len(chunk) for chunk in _chunks(folder))
     width = sum(folder.plan.encoding.widths) * len(folder.plan.checkpoints)
@@ -75,9 +77,15 @@ def _to_npy(folder: Folder, path: Path, max_memory: int) -> None:
                     if name in told:
                         facts.setdefault(name, []).append(told[name])
 
-    replace_whole(path, write)
-    for name, parts in facts.items():
-        numpy.save(path.with_suffix(f".{name}.npy"), torch.cat(parts).numpy())
+    def beside(name: str) -> tuple[Path, Callable[[Path], None]]:
+        def write_facts(scratch: Path) -> None:
+            with scratch.open("wb") as file:  # to a path, numpy would add an ending
+                numpy.save(file, torch.cat(facts[name]).numpy())
+
+        return path.with_suffix(f".{name}.npy"), write_facts
+
+    names = ("ids", "tokens") if folder.plan.per_token else ("ids",)
+    replace_together([(path, write), *[beside(name) for name in names]])
 
 
 def _chunks(folder: Folder) -> list[OpenChunk]:
@@ -88,18 +96,22 @@ def _to_parquet(folder: Folder, path: Path, max_memory: int) -> None:
     """One row for each loss: ids, tokens, losses, norms, and ``row``, a list of fixed size."""
     arrow = _package("pyarrow", "pyarrow", "parquet")
     parquet = _package("pyarrow.parquet", "pyarrow", "parquet")
-    writer: Any = None
-    try:
-        for piece, told in pieces(folder, max_memory):
-            columns = {name: arrow.array(t.numpy()) for name, t in told.items()}
-            flat = arrow.array(piece.reshape(-1).numpy())
-            columns["row"] = arrow.FixedSizeListArray.from_arrays(flat, piece.shape[1])
-            table = arrow.table(columns)
-            writer = writer or parquet.ParquetWriter(path, table.schema)
-            writer.write_table(table)
-    finally:
-        if writer is not None:
-            writer.close()
+
+    def write(scratch: Path) -> None:
+        writer: Any = None
+        try:
+            for piece, told in pieces(folder, max_memory):
+                columns = {name: arrow.array(t.numpy()) for name, t in told.items()}
+                flat = arrow.array(piece.reshape(-1).numpy())
+                columns["row"] = arrow.FixedSizeListArray.from_arrays(flat, piece.shape[1])
+                table = arrow.table(columns)
+                writer = writer or parquet.ParquetWriter(scratch, table.schema)
+                writer.write_table(table)
+        finally:
+            if writer is not None:
+                writer.close()
+
+    replace_whole(path, write)
 
 
 def _to_faiss(folder: Folder, path: Path, max_memory: int) -> None:
@@ -111,7 +123,7 @@ def _to_faiss(folder: Folder, path: Path, max_memory: int) -> None:
         ids = torch.arange(start, start + len(piece)) if "tokens" in told else told["ids"]
         index.add_with_ids(piece.contiguous().numpy(), ids.numpy())
         start += len(piece)
-    faiss.write_index(index, str(path))
+    replace_whole(path, lambda scratch: faiss.write_index(index, str(scratch)))
 
 
 def _package(module: str, package: str, format: str) -> Any:

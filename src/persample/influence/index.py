@@ -191,6 +191,7 @@ class Index:
         per: Per = "sample",
         parameters: Sequence[str] | None = None,
         max_memory: int = _MEMORY,
+        progress: Callable[[float], None] | None = None,
     ) -> Hits:
         """The examples with the highest scores for every query of a batch, by reading the whole index once.
 
@@ -203,14 +204,17 @@ class Index:
                 tokens of losses (B, T), whose scores add up to the sample's.
             parameters: names of those that count, if not all do.
             max_memory: bytes for rows that are read.
+            progress: called with the share of the index that has been read, now and then.
         """
-        if isinstance(k, bool) or not isinstance(k, SupportsIndex) or index(k) < 1:
+        if isinstance(k, bool) or not isinstance(k, SupportsIndex):
+            raise TypeError(f"k must be a positive integer, not {k!r}")
+        if (k := index(k)) < 1:
             raise ValueError(f"k must be a positive integer, not {k!r}")
-        k = index(k)
         if order not in ("helpful", "harmful"):
             raise ValueError(f"order must be 'helpful' or 'harmful', not {order!r}")
         found = self._search(batch, normalise, per, parameters, max_memory)
-        ids, scores, tokens, places = search.top(found.parts(), k, order)
+        parts = found.parts() if progress is None else search.told(found.parts(), len(self), progress)
+        ids, scores, tokens, places = search.top(parts, k, order)
         if per != "parameter":
             return Hits(ids, scores, tokens)
         names = list(self.folder.plan.blocks) if parameters is None else list(parameters)

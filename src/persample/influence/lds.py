@@ -28,6 +28,11 @@ class DataModelScore:
     predicted: Tensor
     actual: Tensor
 
+    @property
+    def says_something(self) -> bool:
+        """Is there a query that has a correlation?"""
+        return not bool(self.per_query.isnan().all())
+
     def __str__(self) -> str:
         low, high = self.interval
         return f"LDS {self.score:.3f} ({low:.3f} to {high:.3f})"

@@ -42,9 +42,9 @@ def length(loader: Any) -> int | None:
         return None
 
 
-def first_batch(loader: Any) -> Any:
-    """The first batch; None of an empty loader."""
-    return next((batch for _, batch in batches(loader, lambda number: number == 0)), None)
+def first_batch(loader: Any, place: int = 0) -> Any:
+    """The first batch, or the one at another place; None if the loader has not so many."""
+    return next((batch for _, batch in batches(loader, lambda number: number == place)), None)
 
 
 def batches(loader: Any, wanted: Callable[[int], bool]) -> Iterator[tuple[int, Any]]:

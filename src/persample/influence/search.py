@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -133,6 +133,15 @@ class Search:
 
 def _slice(some: range) -> slice:
     return slice(some.start, some.stop)
+
+
+def told(parts: Iterator[Part], samples: int, progress: Callable[[float], None]) -> Iterator[Part]:
+    """The parts, and after each the share of so many samples that has been read."""
+    read = 0
+    for part in parts:
+        yield part
+        read += len(part.ids) if part.tokens is None else int((part.tokens == 0).sum())
+        progress(read / samples)
 
 
 def every(parts: Iterator[Part]) -> Part:

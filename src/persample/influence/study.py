@@ -154,12 +154,16 @@ class Study:
         per: Per = "sample",
         parameters: Sequence[str] | None = None,
         tell: Callable[[str], None] = lambda stage: None,
+        progress: Callable[[float], None] | None = None,
     ) -> Hits:
-        """The hits of all queries."""
+        """The hits of all queries; ``progress`` is told how much of the index has been read for a batch of them."""
         found: list[Hits] = []
         for batch in self.query_batches():
             tell(f"most {order} examples, batch {len(found) + 1} of queries")
-            found.append(index.query(batch, k, order=order, normalise=normalise, per=per, parameters=parameters))
+            hits = index.query(
+                batch, k, order=order, normalise=normalise, per=per, parameters=parameters, progress=progress
+            )
+            found.append(hits)
         if not found:
             raise FactoryError("there are no queries: the loader of queries is empty")
         return _joined(found)

@@ -123,7 +123,7 @@ class ClippedSum(Reduction):
 
     def _check_bounds(self) -> None:
         """Bounds and gamma are positive, finite numbers."""
-        bounds = _values(self.max_norm)
+        bounds = values_of(self.max_norm)
         if any(isinstance(bound, Tensor) for bound in bounds):
             raise TypeError("max_norm must be a Python number, not a tensor: use .item()")
         if self.max_norm is not None and not (bounds and all(map(_is_positive, bounds))):
@@ -145,7 +145,7 @@ class ClippedSum(Reduction):
         if self.weights is not None:
             return math.inf if self._stated_sensitivity is None else self._stated_sensitivity
         if self.per is None or isinstance(self.max_norm, (Sequence, Mapping)):
-            return math.hypot(*_values(self.max_norm))
+            return math.hypot(*values_of(self.max_norm))
         if isinstance(self.per, str):
             raise ValueError("one bound for every parameter: use sensitivity_for(count), with the number of parameters")
         assert self.max_norm is not None
@@ -311,7 +311,7 @@ class ClippedSum(Reduction):
         """
         if self.per is not None:
             raise ValueError("one weight per sample needs one group of parameters: leave out per=")
-        return self._weights_for(None if self.max_norm is None else _values(self.max_norm)[0], norms)
+        return self._weights_for(None if self.max_norm is None else values_of(self.max_norm)[0], norms)
 
     def _weights_for(self, bound: float | Tensor | None, norms: Tensor) -> Tensor:
         """(B,): the weights of one group of parameters."""
@@ -367,7 +367,8 @@ def _is_positive(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
-def _values(bounds: Bounds | None) -> list[float]:
+def values_of(bounds: Bounds | None) -> list[float]:
+    """The numbers among bounds; none for None."""
     if bounds is None:
         return []
     if isinstance(bounds, Mapping):

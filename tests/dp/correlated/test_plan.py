@@ -142,6 +142,20 @@ def test_it_prints_itself_where_there_is_no_dp_sgd_to_compare_with(settings: dic
     assert f"expected error of sums {found.expected_error:.4g} sensitivities\nepsilon 0 at" in str(found)
 
 
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+@pytest.mark.parametrize("noise", [1e-200, 1e-12, 1e-4, 1e-3, 0.05])
+def test_it_is_compared_with_the_least_noise_of_dp_sgd_or_not_at_all(noise: float, accountant: str) -> None:
+    """With next to no noise, DP-SGD's is not solved for, and epsilon may be beyond the accountant's numbers."""
+    found = plan(mechanism="banded", bands=2, steps=40, noise_multiplier=noise, accountant=accountant)
+    other, text = found.dp_sgd(), str(found)
+    if "times DP-SGD's" in text:
+        assert other._epsilon(40, other.noise * 0.99) > found.budget  # with less noise it would promise less
+    assert ("times DP-SGD's" in text) == (noise == 0.05)
+    assert ("with so little noise, epsilon is infinite" in text) == (found.budget == math.inf)
+    if noise == 1e-200:
+        assert found.budget == math.inf
+
+
 def test_only_the_plan_itself_warns_of_its_delta() -> None:
     with pytest.warns(UserWarning, match="delta 0.01 is not below 1 / examples"):
         found = plan(mechanism="banded", bands=2, steps=40, noise_multiplier=1.0, delta=0.01)

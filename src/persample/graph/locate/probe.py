@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...kernels.ragged import is_always_ragged
 from ..layout import NOBODY, Block, Labels, Layout, Shape, labels, simplify, strides
 from ..read.invoke import call_each
 from ..read.library import unspent
@@ -304,9 +305,10 @@ def fit(index: Tensor, shape: Shape, batch: int, poisoned: bool = False) -> Layo
 
     An unknown element is zero and may stay nobody's; NaN must go to somebody, so only a regular pattern will do then.
     """
-    block = _fit_block(index, shape, batch)
-    if block is not None:
-        return block
+    if poisoned or not is_always_ragged():
+        block = _fit_block(index, shape, batch)
+        if block is not None:
+            return Labels(batch, labels(block, shape)) if is_always_ragged() else block
     if not poisoned:
         for width in (1, 2):
             for first in range(len(shape) - width + 1):

@@ -89,7 +89,7 @@ def conv_tbc(use: Use) -> Factor | None:
         return None
     g = g.flatten(0, 1)
     if use.k == 2:
-        return Dense(rows.group(g).sum(1))
+        return rows.written_out([g], lambda sides: sides[0].sum(1))
     pad, length = site.number("pad"), use.target[0]
     windows = F.pad(site.tensor("self"), (0, 0, 0, 0, pad, pad)).unfold(0, length, 1)  # (T, B, C, length)
 

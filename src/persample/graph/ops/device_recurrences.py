@@ -14,13 +14,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...factors import Dense, Factor, Outer, View
+from ...factors import Factor, View
 from ...factors.rearrange import Cast
 from ...kernels.stacked_recurrences import Kind, Replay, Stack, replay
 from ..layout import NOBODY, Flow, Layout, Outcome, Shape, carry, join, labels, sample_dims, simplify
 from ..read.saved import unpacked_often
 from ..read.site import Site
 from ..sample_rows import SampleRows
+from .recurrence import bias_of_steps, weight_of_steps
 from .table import EVERY, Layouts, always, op
 from .use import Use
 
@@ -129,25 +130,12 @@ def layers(use: Use) -> Factor | None:
 def _factor(use: Use, one: Replay, samples: SampleRows, which: int) -> Factor:
     """Of w_ih (0), w_hh (1), b_ih (2) or b_hh (3)."""
     d_gates = one.d_hidden_side if which % 2 else one.d_input_side
-    memo = use.site.memo.setdefault("grouped", {})
-    if id(d_gates) not in memo:  # grouped by sample, with what factors of it share
-        memo[id(d_gates)] = _grouped(samples, d_gates), dict[str, Tensor]()
-    dy, shared = memo[id(d_gates)]
+    shared = use.site.memo.setdefault("steps", {}).setdefault(id(d_gates), {})
     dtype = use.site.metadata(use.k).dtype
     if which >= 2:
-        return Dense(dy.sum(1).to(dtype))
-    x = one.h_previous if which else one.input
-    if samples.is_ragged:
-        sides = [d_gates.transpose(0, 1), x.transpose(0, 1)]
-        factor = samples.factor(sides, lambda ts: Outer(ts[0].flatten(1, 2), ts[1].flatten(1, 2)))
-    else:
-        factor = Outer(dy, _grouped(samples, x), memo=shared)
+        return bias_of_steps(samples, d_gates, shared, dtype)
+    factor = weight_of_steps(samples, d_gates, one.h_previous if which else one.input, shared)
     return factor if factor.dtype == dtype else View(factor, factor.shape, Cast(factor.dtype, dtype))
-
-
-def _grouped(samples: SampleRows, t: Tensor) -> Tensor:
-    """(T, B, n) as rows of samples."""
-    return samples.group(t.transpose(0, 1)).flatten(1, 2)
 
 
 def _can_be_replayed(site: Site) -> bool:

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from math import prod
 
-from ...factors import Dense, Factor
+from torch import Tensor
+
+from ...factors import Factor
 from ...kernels.library import distance_gradient
 from .dims import by_letters
 from .table import op
 from .use import Use
+
+
+def _gradients(use: Use, g: Tensor, x: Tensor, distances: Tensor) -> Tensor:
+    """From cotangents, data and distances (B, T, ·) of samples, those of the table."""
+    table = use.site.tensor("x2").flatten(0, -2).expand(len(g), -1, -1)
+    return distance_gradient(g.mT, table, x, use.site.value("p"), distances.mT).reshape(len(g), *use.target)
 
 
 def cdist(use: Use) -> Factor | None:
@@ -17,9 +25,8 @@ def cdist(use: Use) -> Factor | None:
     if use.k != 1 or rows is None or prod(use.target[:-2]) != 1:
         return None
     x = site.tensor("x1").expand(*use.g.shape[:-1], width)
-    table = site.tensor("x2").flatten(0, -2).expand(use.batch, -1, -1)
-    g, x, distances = (rows.group(t.flatten(0, -2)) for t in (use.g, x, site.tensor("result")))
-    return Dense(distance_gradient(g.mT, table, x, site.value("p"), distances.mT).reshape(use.batch, *use.target))
+    sides = [t.flatten(0, -2) for t in (use.g, x, site.tensor("result"))]
+    return rows.written_out(sides, lambda grouped: _gradients(use, *grouped))
 
 
 op("Cdist", flow=by_letters("...nm", {0: "...nd", 1: "...md"}), rule=cdist)  # wrong numbers under vmap

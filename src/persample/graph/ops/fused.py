@@ -9,6 +9,7 @@ by its cotangent. They are one sample's if its rows are (a call for every sample
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -47,13 +48,12 @@ def all_rows(site: Site, k: int, layouts: Layouts) -> Outcome:
 class _Rows:
     """What the op without a reduction has saved, by sample."""
 
-    def __init__(self, use: Use, node: Any) -> None:
-        x, self.weight, target, self.bias, self.classes = node.saved_tensors
-        rows = use.rows(1)
-        assert rows is not None
+    def __init__(self, node: Any, grouped: Sequence[Tensor]) -> None:
+        _, self.weight, _, self.bias, self.classes = node.saved_tensors
         self.ignored: int = ignored_class(node)
         self.most: int = rows_at_a_time(node)
-        self.x, self.target, self.g = (rows.group(t) for t in (x.to(wide(x.dtype)), target, use.g))
+        self.x, self.target, self.g = grouped
+        self._kept: Tensor | None = None
 
     @property
     def batch(self) -> int:
@@ -64,12 +64,23 @@ class _Rows:
         """T."""
         return self.x.shape[1]
 
+    @property
+    def are_few(self) -> bool:
+        """Would the op take all rows at once?"""
+        return self.batch * self.positions <= self.most
+
     def cotangents(self, samples: Selection) -> Tensor:
         """(b, T, V): those of the logits."""
         x, target, g = (t[samples] for t in (self.x, self.target, self.g))
         flat = x.flatten(0, 1), target.flatten(), g.flatten()
         gradients = logit_gradients(flat[0], self.weight, self.bias, flat[1], self.classes, self.ignored, flat[2])
         return gradients.reshape(*x.shape[:2], len(self.weight))
+
+    def kept_cotangents(self) -> Tensor:
+        """Those of all samples, which weight and bias share."""
+        if self._kept is None:
+            self._kept = self.cotangents(slice(0, self.batch))
+        return self._kept
 
     def products(self, samples: Selection) -> Outer:
         """The weight's gradients."""
@@ -78,48 +89,42 @@ class _Rows:
 
 def linear_cross_entropy(use: Use) -> Factor | None:
     """Logits are computed again: at once if the op did so, else as many rows at a time as it takes."""
-    if use.k == 0 or use.rows(1) is None or arguments(BY_ROW) != _ARGUMENTS:
+    samples = use.rows(1)
+    if use.k == 0 or samples is None or arguments(BY_ROW) != _ARGUMENTS:
         return None
     node: Any = use.site.node
     if len(node.saved_tensors) != 5 or node.saved_tensors[2].is_floating_point():  # probabilities, from torch 2.15 on
         return None
-    memo, dtype = use.site.memo, use.site.metadata(use.k).dtype
-    if "rows" not in memo:  # weight and bias share it
-        memo["rows"] = _Rows(use, use.site.node)
-    rows: _Rows = memo["rows"]
-    factor = _weight(rows, memo) if use.k == 1 else _bias(rows, memo)
+    x, _, target, *_ = node.saved_tensors
+    groups: dict[int, _Rows] = use.site.memo.setdefault("groups", {})  # by their T; weight and bias share them
+
+    def made(sides: list[Tensor]) -> Factor:
+        T = sides[0].shape[1]
+        if T not in groups:
+            groups[T] = _Rows(node, sides)
+        return _weight(groups[T]) if use.k == 1 else _bias(groups[T])
+
+    factor, dtype = samples.factor([x.to(wide(x.dtype)), target, use.g], made), use.site.metadata(use.k).dtype
     return factor if factor.dtype == dtype else View(factor, factor.shape, Cast(factor.dtype, dtype))
 
 
-def _weight(rows: _Rows, memo: dict[str, Any]) -> Factor:
-    if _is_small(rows) or is_differentiable():
-        return Outer(_kept(rows, memo), rows.x)
+def _weight(rows: _Rows) -> Factor:
+    if rows.are_few or is_differentiable():
+        return Outer(rows.kept_cotangents(), rows.x)
     tensors = (rows.x, rows.target, rows.g, rows.weight, *[t for t in (rows.bias, rows.classes) if t is not None])
     shape = (rows.weight.shape[0], rows.weight.shape[1])
     return Deferred(rows.products, rows.batch, rows.positions, shape, tensors, rows.most // max(rows.positions, 1))
 
 
-def _bias(rows: _Rows, memo: dict[str, Any]) -> Factor:
-    if _is_small(rows) or is_differentiable():
-        return Dense(_kept(rows, memo).sum(1))
+def _bias(rows: _Rows) -> Factor:
+    if rows.are_few or is_differentiable():
+        return Dense(rows.kept_cotangents().sum(1))
     sums = rows.x.new_empty(rows.batch, len(rows.weight))
     step = max(1, rows.most // max(rows.positions, 1))
     for start in range(0, rows.batch, step):
         some = slice(start, start + step)
         sums[some] = rows.cotangents(some).sum(1)
     return Dense(sums)
-
-
-def _is_small(rows: _Rows) -> bool:
-    """Did the op take all rows at once?"""
-    return rows.batch * rows.positions <= rows.most
-
-
-def _kept(rows: _Rows, memo: dict[str, Any]) -> Tensor:
-    if "kept" not in memo:
-        memo["kept"] = rows.cotangents(slice(0, rows.batch))
-    cotangents: Tensor = memo["kept"]
-    return cotangents
 
 
 # What the op takes; one that takes anything else may compute anything else.

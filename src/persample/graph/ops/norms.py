@@ -140,10 +140,12 @@ def _rows_scaled(use: Use, rows: Tensor, rstd: Tensor) -> Factor | None:
     samples = use.rows(use.g.ndim - len(use.target))
     if samples is None:
         return None
-    count = rstd.numel()
-    scale = samples.group(rstd.reshape(count).to(rows.dtype)).unsqueeze(1)
-    summed = torch.bmm(scale, samples.group(rows.reshape(count, prod(use.target))))
-    return Dense(summed.reshape(use.batch, *use.target).to(use.site.metadata(1).dtype))
+    count, dtype = rstd.numel(), use.site.metadata(1).dtype
+
+    def summed(sides: list[Tensor]) -> Tensor:
+        return torch.bmm(sides[0].unsqueeze(1), sides[1]).reshape(len(sides[0]), *use.target).to(dtype)
+
+    return samples.written_out([rstd.reshape(count).to(rows.dtype), rows.reshape(count, prod(use.target))], summed)
 
 
 def group_norm(use: Use) -> Factor | None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...factors import Dense, Factor, Outer, View
+from ...factors import Dense, Factor, Outer, View, products_of_parts
 from ...factors.maps import left_times, scaled, times_right
 from ...factors.rearrange import Reshape
 from ...kernels.norms import wide
@@ -129,22 +129,22 @@ def _by_product(layout: Layout, shape: Shape, sides: tuple[Tensor, Tensor], scal
     if samples is not None:
         rows = [t.transpose(0, 1) for t in sides]
         return samples.factor(rows, lambda ts: Outer(ts[0].transpose(1, 2), ts[1].transpose(1, 2), scale))
-    samples = _rows_of_products(layout, shape)
-    if samples is None:
+    owners = _owners_in_products(layout, shape)
+    if owners is None:
         return None
-    left, right = (samples.group(t.flatten(0, 1)).unflatten(0, (layout.batch, n)) for t in sides)
-    return Outer(left, right, scale)
+    left, right = (t.flatten(0, 1) for t in sides)
+    return products_of_parts(left, right, owners, layout.batch, n, scale)
 
 
 @with_numbers
-def _rows_of_products(layout: Layout, shape: Shape) -> SampleRows | None:
-    """Routed experts: every product has its own rows, each of which is one sample's."""
+def _owners_in_products(layout: Layout, shape: Shape) -> Tensor | None:
+    """Routed experts: every product has its own rows, each of which is one sample's. Sample · n + product of each."""
     index, n = labels(layout, shape), shape[0]
     if index.shape[2] != 1:
         return None
     index = index.squeeze(2).expand(n, shape[1])
     product = torch.arange(n, device="cpu").unsqueeze(1)
-    return SampleRows.labelled(layout.batch * n, torch.where(index < 0, index, index * n + product).reshape(-1))
+    return torch.where(index < 0, index, index * n + product).reshape(-1)
 
 
 def grouped_mm(use: Use) -> Factor | None:
@@ -153,23 +153,22 @@ def grouped_mm(use: Use) -> Factor | None:
     ends = site.optional("offs")
     if use.k != 1 or ends is None or g.ndim != 2 or len(use.target) != 3:
         return None
-    samples = _rows_of_groups(use.layout, tuple(g.shape), ends)
-    if samples is None:
-        return None
-    x, dy = (samples.group(t).unflatten(0, (use.batch, len(ends))) for t in (site.tensor("self"), g))
-    return Outer(x, dy)
+    owners = _owners_in_groups(use.layout, tuple(g.shape), ends)
+    return None if owners is None else products_of_parts(site.tensor("self"), g, owners, use.batch, len(ends))
 
 
 @with_numbers
-def _rows_of_groups(layout: Layout, shape: Shape, ends: Tensor) -> SampleRows | None:
-    """Sorted rows, each of which is one sample's and goes to one of the groups that end where ``ends`` says."""
+def _owners_in_groups(layout: Layout, shape: Shape, ends: Tensor) -> Tensor | None:
+    """Sorted rows, each of which is one sample's and goes to one of the groups that end where ``ends`` says.
+
+    Sample · groups + group of each.
+    """
     index, groups = labels(layout, shape), len(ends)
     if index.shape[1] != 1:
         return None
     group = torch.bucketize(torch.arange(shape[0], device="cpu"), read_numbers(ends).to("cpu", torch.int64), right=True)
     index = index.squeeze(1).expand(shape[0])
-    index = torch.where((index < 0) | (group >= groups), -1, index * groups + group.clamp(max=groups - 1))
-    return SampleRows.labelled(layout.batch * groups, index)
+    return torch.where((index < 0) | (group >= groups), -1, index * groups + group.clamp(max=groups - 1))
 
 
 def addbmm(use: Use) -> Factor | None:
@@ -184,9 +183,12 @@ def addbmm(use: Use) -> Factor | None:
     if samples is None or alpha is None:
         return None
     other = _conj(use.site.tensor("batch1") if use.k == 2 else use.site.tensor("batch2").mT)
-    x = samples.group(other.transpose(0, 1)).transpose(1, 2)
-    dy = samples.group(g).unsqueeze(1).expand(-1, len(other), -1, -1)
-    return Outer(x, dy, alpha) if use.k == 2 else Outer(dy, x, alpha)
+
+    def products(sides: list[Tensor]) -> Factor:
+        x, dy = sides[0].transpose(1, 2), sides[1].unsqueeze(1).expand(-1, len(other), -1, -1)
+        return Outer(x, dy, alpha) if use.k == 2 else Outer(dy, x, alpha)
+
+    return samples.factor([other.transpose(0, 1), g], products)
 
 
 def mv(use: Use) -> Factor | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from ...factors import Dense, Factor, Outer
@@ -58,20 +59,41 @@ def lstm(use: Use) -> Factor | None:
         return None
     memo = use.site.memo
     if "replay" not in memo:  # all weights of the layer share it
-        memo["replay"] = _replayed(use)
-        memo["dy"], memo["shared"] = samples.group(memo["replay"].d_gates.transpose(0, 1)).flatten(1, 2), {}
+        memo["replay"], memo["steps"] = _replayed(use), {}
     replay: LstmReplay = memo["replay"]
-    dy: Tensor = memo["dy"]
     if use.k >= 3:
         if "bias" not in memo:
-            memo["bias"] = Dense(dy.sum(1).to(use.site.metadata(use.k).dtype))
+            memo["bias"] = bias_of_steps(samples, replay.d_gates, memo["steps"], use.site.metadata(use.k).dtype)
         bias: Dense = memo["bias"]
         return bias
-    x = use.site.tensor("input").to(dy.dtype) if use.k == 1 else replay.h_previous
+    x = use.site.tensor("input").to(replay.d_gates.dtype) if use.k == 1 else replay.h_previous
+    return weight_of_steps(samples, replay.d_gates, x, memo["steps"])
+
+
+def weight_of_steps(samples: SampleRows, d_gates: Tensor, x: Tensor, shared: dict[str, Tensor]) -> Factor:
+    """Σ_t d_gates[t] ⊗ x[t] over steps (T, ·) of sequences; what factors of the same gates share is in ``shared``."""
     if samples.is_ragged:
-        sides = [replay.d_gates.transpose(0, 1), x.transpose(0, 1)]
+        sides = [d_gates.transpose(0, 1), x.transpose(0, 1)]
         return samples.factor(sides, lambda ts: Outer(ts[0].flatten(1, 2), ts[1].flatten(1, 2)))
-    return Outer(dy, samples.group(x.transpose(0, 1)).flatten(1, 2), memo=memo["shared"])
+    return Outer(_grouped_once(samples, d_gates, shared), _grouped(samples, x), memo=shared)
+
+
+def bias_of_steps(samples: SampleRows, d_gates: Tensor, shared: dict[str, Tensor], dtype: torch.dtype) -> Dense:
+    """Σ_t d_gates[t]."""
+    if samples.is_ragged:
+        return samples.written_out([d_gates.transpose(0, 1)], lambda ts: ts[0].flatten(1, 2).sum(1).to(dtype))
+    return Dense(_grouped_once(samples, d_gates, shared).sum(1).to(dtype))
+
+
+def _grouped_once(samples: SampleRows, d_gates: Tensor, shared: dict[str, Tensor]) -> Tensor:
+    if "grouped" not in shared:
+        shared["grouped"] = _grouped(samples, d_gates)
+    return shared["grouped"]
+
+
+def _grouped(samples: SampleRows, t: Tensor) -> Tensor:
+    """(T, B, n) as rows of samples."""
+    return samples.group(t.transpose(0, 1)).flatten(1, 2)
 
 
 def sequences(use: Use) -> SampleRows | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
@@ -106,12 +106,28 @@ def replace_whole(path: Path, write: Callable[[Path], None]) -> None:
             os.fsync(file.fileno())
         scratch.replace(path)
         _sync_folder(path.parent)
+    except StorageError:  # of another file that was to be replaced with this one
+        forget(scratch)
+        raise
     except BaseException as error:
         forget(scratch)
         cause = _os_error(error)
         if cause is None:
             raise
         raise _explained(path, cause) from error
+
+
+def replace_together(files: Sequence[tuple[Path, Callable[[Path], None]]]) -> None:
+    """`replace_whole` of several files: none gets its name before all are written, one after another."""
+    if not files:
+        return
+    (path, write), *others = files
+
+    def write_all(scratch: Path) -> None:
+        write(scratch)
+        replace_together(others)
+
+    replace_whole(path, write_all)
 
 
 def _os_error(error: BaseException) -> OSError | None:
