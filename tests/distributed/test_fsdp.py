@@ -84,8 +84,8 @@ def plain_values(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def every_verb(rank: int, world: int, wraps: str, reshard: bool | None) -> None:
-    plain, sharded = make(), shard(make(), wraps, reshard)
+def every_verb(rank: int, world: int, wraps: str, reshard: bool | None, **options: Any) -> None:
+    plain, sharded = make(), shard(make(), wraps, reshard, **options)
     ids = batch(rank, SIZES[rank])
     rows = definition(losses(plain, ids), plain)
     found = losses(sharded, ids)
@@ -146,9 +146,9 @@ def test_every_verb_gives_full_gradients_of_the_local_batch(
     several.run(every_verb, wraps, reshard)
 
 
-def train(rank: int, world: int, kind: type[nn.Module], wraps: str, reshard: bool | None) -> None:
+def train(rank: int, world: int, kind: type[nn.Module], wraps: str, reshard: bool | None, **options: Any) -> None:
     """Norms first, then an ordinary weighted backward; some steps by `ps.backward`, all against plain models."""
-    plain, sharded = make(kind), summing(shard(make(kind), wraps, reshard))
+    plain, sharded = make(kind), summing(shard(make(kind), wraps, reshard, **options))
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (plain, sharded)]
     sizes = SIZES[:world]
     for step in range(4):

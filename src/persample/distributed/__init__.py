@@ -1,6 +1,7 @@
 """Many processes: sums over ranks, and models whose wrappers communicate during a backward."""
 
 from .accumulate import accumulate
+from .holders import Spread, described, group_of, spread
 from .ranks import Ranks
 from .shards import Leaves, is_sharded, like_shard, own_part, owners
 from .wrappers import undisturbed
@@ -8,10 +9,14 @@ from .wrappers import undisturbed
 __all__ = [
     "Leaves",
     "Ranks",
+    "Spread",
     "accumulate",
+    "described",
+    "group_of",
     "is_sharded",
     "like_shard",
     "own_part",
     "owners",
+    "spread",
     "undisturbed",
 ]
