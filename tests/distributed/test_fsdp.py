@@ -392,9 +392,9 @@ def other_kinds(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (world,))
     tensor_parallel = parallelize_module(nn.Sequential(nn.Linear(4, 6)), mesh, {"0": ColwiseParallel()})
     with pytest.raises(
-        ps.UnsupportedError, match=r"\['0.weight', '0.bias'\] are DTensors .* tensor parallel ones are not"
+        ps.UnsupportedError, match=r"\['0.weight', '0.bias'\] are DTensors.* with these very parameters"
     ):
-        ps.grad(tensor_parallel(torch.ones(2, 4)).sum(1), tensor_parallel)
+        ps.grad(nn.Linear(4, 6)(torch.ones(2, 4)).sum(1), tensor_parallel)
     for use_orig in (True, False):
         flat_model = FullyShardedDataParallel(nn.Linear(4, 6), use_orig_params=use_orig, device_id=torch.device("cpu"))
         with pytest.raises(ps.UnsupportedError, match=r"are parts of a flat one .*fully_shard instead"):

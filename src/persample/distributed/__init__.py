@@ -3,7 +3,8 @@
 from .accumulate import accumulate
 from .holders import Spread, described, group_of, spread
 from .ranks import Ranks
-from .shards import Leaves, is_sharded, like_shard, own_part, owners
+from .shards import Leaves, is_sharded, like_shard, own_part, owners, zeros_for
+from .tensor_parallel import whole
 from .wrappers import undisturbed
 
 __all__ = [
@@ -19,4 +20,6 @@ __all__ = [
     "owners",
     "spread",
     "undisturbed",
+    "whole",
+    "zeros_for",
 ]

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 # What a backward for per-sample gradients sets in groups of parameters and in the context of a whole model, and what it
@@ -76,6 +77,13 @@ def own_part(p: Any, total: Tensor) -> Tensor:
     """This process's part of a full tensor that all ranks have, of any dtype and with further dims; no DTensor."""
     part: Tensor = _placed(p, total).to_local()
     return part
+
+
+def zeros_for(p: Tensor, dtype: torch.dtype) -> Tensor:
+    """Zeros of the whole shape of a parameter; no DTensor."""
+    if is_sharded(p):
+        return torch.zeros(p.shape, dtype=dtype, device=p.device)
+    return torch.zeros_like(p, dtype=dtype, requires_grad=False)
 
 
 def _placed(p: Any, total: Tensor) -> Any:
