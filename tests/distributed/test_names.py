@@ -25,7 +25,7 @@ from tests.graph.versions import TESTED, VERSION
         ("_training_state _state_ctx _comm_ctx _fsdp_param_group", _fsdp_state.FSDPState),
         (
             "fsdp_params reduce_grads reshard_after_backward _training_state _post_forward_indices comm_ctx "
-            "is_unsharded",
+            "is_unsharded mesh_info",
             _fsdp_param_group.FSDPParamGroup,
         ),
         ("post_forward_order", _fsdp_param_group.FSDPCommContext),

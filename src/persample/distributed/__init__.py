@@ -3,7 +3,7 @@
 from .accumulate import accumulate
 from .holders import Spread, described, group_of, spread
 from .ranks import Ranks
-from .shards import Leaves, is_sharded, like_shard, own_part, owners, zeros_for
+from .shards import Leaves, data_meshes, is_sharded, like_shard, own_part, owners, placed_like, zeros_for
 from .tensor_parallel import whole
 from .wrappers import undisturbed
 
@@ -12,12 +12,14 @@ __all__ = [
     "Ranks",
     "Spread",
     "accumulate",
+    "data_meshes",
     "described",
     "group_of",
     "is_sharded",
     "like_shard",
     "own_part",
     "owners",
+    "placed_like",
     "spread",
     "undisturbed",
     "whole",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +46,8 @@ class Spread:
 def spread(params: Mapping[str, Tensor], ranks: Ranks, device: torch.device) -> list[Spread]:
     """How parameters lie on the processes of a group: the same answer, in the same order, in all of them.
 
-    Raises ValueError in all of them if they differ in how they hold a parameter, or if a part is held by none.
+    The group must have all processes that the parameters are on. Raises ValueError in all of them if they differ in how
+    they hold one.
     """
     laid_out = {name: _layout(p) for name, p in params.items()}
     mine = [_digest(laid_out), *[_number_of_part(p) for p in params.values()]]
@@ -55,12 +55,7 @@ def spread(params: Mapping[str, Tensor], ranks: Ranks, device: torch.device) -> 
     if len(set(layouts)) > 1:
         raise ValueError("the processes hold the parameters in different ways: all of them must shard the model alike")
     named: dict[tuple[int, ...], list[str]] = {}
-    for (name, p), held in zip(params.items(), parts, strict=True):
-        if len(set(held)) < _parts_of(p):
-            raise ValueError(
-                f"parameter {name!r} has {_parts_of(p)} parts, of which these {ranks.size} processes hold "
-                f"{len(set(held))}: the team must have all processes that the model is on"
-            )
+    for name, held in zip(params, parts, strict=True):
         named.setdefault(held, []).append(name)
     meshes = {id(p.device_mesh): p.device_mesh for p in params.values() if is_sharded(p)}  # type: ignore[attr-defined]
     known = [ranks.group, *[mesh.get_group(dim) for mesh in meshes.values() for dim in range(mesh.ndim)]]
@@ -95,10 +90,6 @@ def _dims_with_parts(p: Any) -> list[int]:
     if any(placement.is_partial() for placement in p.placements):
         raise ValueError(f"a parameter with the placements {p.placements} is no whole number of parts")
     return [dim for dim, placement in enumerate(p.placements) if not placement.is_replicate()]
-
-
-def _parts_of(p: Any) -> int:
-    return math.prod(p.device_mesh.size(dim) for dim in _dims_with_parts(p))
 
 
 def _number_of_part(p: Any) -> int:

@@ -1,8 +1,8 @@
-"""Processes that train parts of one model together: FSDP2, over a mesh of one dim or of several (HSDP)."""
+"""Processes that train parts of one model together: FSDP2, tensor parallel, or both."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from .._errors import NonFiniteError
-from ..distributed import Ranks, described, group_of, is_sharded, like_shard, own_part, spread
+from ..distributed import Ranks, data_meshes, described, group_of, is_sharded, like_shard, own_part, placed_like, spread
 from ..reductions import Clipping
 from ..reductions.exact import ExactClippedSum, ExactSums
 from ..verbs import reduce
@@ -24,7 +25,7 @@ from .team import AddNoise
 
 
 class Shards(Several):
-    """Every process has a part of the model (FSDP2), and a share of each batch.
+    """Every process has a part of the model (FSDP2, tensor parallel or both), and a share of each batch.
 
     Every process clips its own samples, with weights that are gathered for that; sums are added up one parameter after
     another, and every process keeps its part of them. Noise is made once for every part, by the first process that
@@ -32,24 +33,38 @@ class Shards(Several):
     included.
 
     Args:
-        model: a model sharded by ``fully_shard`` over one mesh, all trainable parameters included.
+        model: a model sharded by ``fully_shard`` over one mesh, all trainable parameters included; or one made tensor
+            parallel by ``parallelize_module``, where others may be plain; or both.
+        data: the mesh, or the part of one, whose processes have samples of their own, such as ``mesh["dp"]``: for each
+            place on it there may be several processes with the same samples. By default FSDP2's; without FSDP2, all
+            processes have all samples.
     """
 
     reruns, lockstep = False, True  # its processes gather the weights together
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, data: DeviceMesh | None = None) -> None:
         params = trainable(model)
-        _check_shards(params)
-        mesh = next(iter(params.values())).device_mesh  # type: ignore[attr-defined]
-        super().__init__(model, group_of(mesh.mesh.flatten().tolist(), [everybody(), *mesh.get_all_groups()]))
+        shares = samples_over(params, data)
+        super().__init__(model, group_of(_processes(params, shares), [everybody()]))
         self._spread = spread(params, self._ranks, self._device)
         self._made = {name for one in self._spread if one.is_first for name in one.names}
+        self.share, self.shares = shares.index(dist.get_rank()), len(shares)
+        every = [numbers[0] for numbers in self._ranks.each([self.share], self._device)]
+        if len({every.count(share) for share in range(self.shares)}) > 1:
+            raise ValueError(
+                f"each share of a batch must have as many processes, but the processes have shares {every}"
+            )
+        self._copies = self.size // self.shares  # processes with the same samples
+        self._data = Ranks(group_of(shares, [self._ranks.group, *_groups(data)])) if self.shares > 1 else None
+        self._is_counted = dist.get_process_group_ranks(self._ranks.group)[0] in shares
 
     def own(self, p: Tensor) -> Tensor:
-        local: Tensor = p.detach().to_local()  # type: ignore[attr-defined]
-        return local
+        return p.detach().to_local() if is_sharded(p) else p.detach()  # type: ignore[attr-defined]
 
     def give(self, p: Tensor, gradient: Tensor) -> None:
+        if not is_sharded(p):
+            super().give(p, gradient)
+            return
         part = (torch.view_as_complex(gradient.contiguous()) if p.is_complex() else gradient).to(p.dtype)
         p.grad = like_shard(p, part)
 
@@ -66,10 +81,21 @@ class Shards(Several):
         sums: ExactSums = reduce(losses, params, clip, independent=True)[0]
         bad = list(sums.clipping.dropped)
         with self._explaining_lost_processes():
-            elsewhere = self._ranks.count([len(bad)], self._device)[0] - len(bad)
-        if whether_raised == "raise" and (bad or elsewhere):
-            raise NonFiniteError(bad, len(losses), elsewhere)
-        return _Scattered(sums, params, self._ranks)
+            all_bad = self._ranks.count([len(bad)], self._device)[0]
+        if whether_raised == "raise" and all_bad:
+            raise NonFiniteError(bad, len(losses), max(0, all_bad // self._copies - len(bad)))
+        return _Scattered(sums, params, self._total)
+
+    def _total(self, numbers: Tensor) -> None:
+        """From a process's own sums to those of all samples, in place.
+
+        Where several processes have the same samples, the sums of all parameters are those of the first of them: others
+        may round a weight in another way, and no bound would hold of parts of both.
+        """
+        if self._data is not None:
+            dist.all_reduce(numbers, group=self._data.group)
+        if self._copies > 1:
+            dist.broadcast(numbers, group=self._ranks.group, group_src=0)
 
     @contextmanager
     def accounting(self) -> Iterator[None]:
@@ -92,7 +118,10 @@ class Shards(Several):
         noisy = self._with_noise(dict(zip(self._params, sums[:own], strict=True)), add_noise)
         if not sums[own:]:
             return noisy
-        others = self._noisy_total(sums[own:], add_noise, self.size)
+        counts = [
+            whole if self._is_counted else Whole(torch.zeros_like(whole.numbers), whole.unit) for whole in sums[own:]
+        ]
+        others = self._noisy_total(counts, add_noise, self.size)
         return Line([*noisy.tensors, *others.tensors])
 
     def _with_noise(self, sums: Mapping[str, Whole], add_noise: AddNoise) -> Line:
@@ -126,16 +155,32 @@ class Shards(Several):
     def load_states(self, model: nn.Module, optimizer: torch.optim.Optimizer, states: dict[str, Any]) -> None:
         from torch.distributed.checkpoint import state_dict as states_of
 
-        whole = states_of.StateDictOptions(full_state_dict=True, cpu_offload=True)
-        weights, inner = states["model"], states["optimizer"]
+        inner: Any = states["optimizer"]
         with self._explaining_lost_processes():
-            states_of.set_model_state_dict(model, weights, options=whole)
+            held = states_of.get_model_state_dict(model)
+            states_of.set_model_state_dict(model, _placed(states["model"], held))
             if inner["state"]:
-                states_of.set_optimizer_state_dict(model, optimizer, inner, options=whole)
+                own: Any = {
+                    name: _placed(state, dict.fromkeys(state, held[name])) for name, state in inner["state"].items()
+                }
+                states_of.set_optimizer_state_dict(model, optimizer, {**inner, "state": own})
         if not inner["state"]:  # of plain SGD, for which PyTorch has no answer: there is nothing to distribute
-            own = optimizer.state_dict()["param_groups"]
-            groups = [{**g, "params": o["params"]} for g, o in zip(inner["param_groups"], own, strict=True)]
+            groups = optimizer.state_dict()["param_groups"]
+            groups = [{**g, "params": o["params"]} for g, o in zip(inner["param_groups"], groups, strict=True)]
             optimizer.load_state_dict({"state": {}, "param_groups": groups})
+
+
+def _placed(whole: Mapping[str, Any], held: Mapping[str, Any]) -> dict[str, Any]:
+    """Of whole tensors, what this process holds of others of their shape; anything else as it is.
+
+    PyTorch's own distribution takes no parts of parts that are not all of one size.
+    """
+    return {
+        name: placed_like(held[name], t.to(held[name].device))
+        if isinstance(held.get(name), Tensor) and is_sharded(held[name]) and t.shape == held[name].shape
+        else t
+        for name, t in whole.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -144,7 +189,7 @@ class _Scattered:
 
     sums: ExactSums
     params: Mapping[str, Tensor]
-    ranks: Ranks
+    add_up: Callable[[Tensor], None]  # over all processes, in place
 
     @property
     def clipping(self) -> Clipping:
@@ -166,17 +211,47 @@ class _Scattered:
         p, total = self.params[name], self.sums.take(name)
         if total is None:
             total = torch.zeros(*p.shape, *[2] * p.is_complex(), dtype=self.sums.units[name].dtype, device=p.device)
-        dist.all_reduce(total, group=self.ranks.group)
-        return own_part(p, total)
+        self.add_up(total)
+        return own_part(p, total) if is_sharded(p) else total
 
 
-def _check_shards(params: Mapping[str, Tensor]) -> None:
+def samples_over(params: Mapping[str, Tensor], data: DeviceMesh | None) -> list[int]:
+    """The processes, by global ranks, that have samples of their own, this one included."""
+    if data is not None and not isinstance(data, DeviceMesh):
+        raise TypeError(f"data must be a DeviceMesh, such as mesh['dp'], not a {type(data).__name__}")
+    meshes = data_meshes(params)
     whole = [name for name, p in params.items() if not is_sharded(p)]
-    if whole:
+    if len(whole) == len(params) or (meshes and whole):
         raise ValueError(
             f"parameters {whole} are not sharded, and FSDP would not add up their gradients: apply fully_shard to the "
             f"whole model"
         )
-    meshes = {p.device_mesh for p in params.values()}  # type: ignore[attr-defined]
-    if len(meshes) != 1:
-        raise ValueError(f"a model has to be sharded over one mesh, but there are {list(meshes)}")
+    if data is not None:
+        return _ranks_of(data)
+    if len(meshes) > 1:
+        raise ValueError(f"a model has to be sharded over one mesh, but there are {meshes}")
+    if meshes:
+        return _ranks_of(meshes[0])
+    if any(p.device_mesh.size() < dist.get_world_size() for p in params.values() if is_sharded(p)):  # type: ignore[attr-defined]
+        raise ValueError(
+            "the model is tensor parallel over some of the processes: say which of them have samples of their own, by "
+            "team=dp.Shards(model, data=mesh['dp']) with the mesh's dim for data parallelism"
+        )
+    return [dist.get_rank()]
+
+
+def _ranks_of(mesh: Any) -> list[int]:
+    ranks: list[int] = mesh.mesh.flatten().tolist()
+    return ranks
+
+
+def _processes(params: Mapping[str, Tensor], shares: list[int]) -> list[int]:
+    """The processes that the model is on: those of its one mesh, or all, if it has several."""
+    known = {tuple(_ranks_of(p.device_mesh)) for p in params.values() if is_sharded(p)}  # type: ignore[attr-defined]
+    if len(known) == 1 and set(shares) <= set(*known):
+        return list(*known)
+    return dist.get_process_group_ranks(everybody())
+
+
+def _groups(mesh: Any) -> list[dist.ProcessGroup]:
+    return [] if mesh is None else list(mesh.get_all_groups())
