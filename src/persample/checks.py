@@ -8,9 +8,10 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from torch.distributed import get_process_group_ranks
 
 from ._errors import UnsupportedError
-from .distributed import Leaves, Ranks, is_sharded
+from .distributed import Leaves, Ranks, held_by_several, is_sharded
 from .kernels.devices import looking
 from .kernels.streams import streams_of
 from .numberless import has_numbers, lacks_numbers, shapes_alone
@@ -82,9 +83,7 @@ def check_differentiable(losses: Tensor, leaves: Leaves, ranks: Ranks | None) ->
 
 def refuse_same_samples(leaves: Leaves, ranks: Ranks | None) -> None:
     """Refuse to add up what processes have of the same samples, as those of a tensor parallel model do."""
-    if ranks is None:
-        return
-    shared = [name for name, p in leaves.full.items() if ranks.share_samples_of(p)]
+    shared = [] if ranks is None else held_by_several(leaves.full, get_process_group_ranks(ranks.group))
     if shared:
         raise ValueError(
             f"process_group has processes that hold parts of the same tensors {shared} (tensor parallel), and have the "

@@ -33,11 +33,19 @@ def mesh() -> DeviceMesh:
 
 def every_verb(rank: int, world: int) -> None:
     test_fsdp.every_verb(rank, world, "blocks", None, mesh=mesh())
+
+
+def trained(rank: int, world: int) -> None:
     test_fsdp.train(rank, world, Net, "whole", None, mesh=mesh())
 
 
 def test_every_verb_gives_full_gradients_of_the_local_batch(four: Processes) -> None:
     four.run(every_verb)
+
+
+@pytest.mark.slow
+def test_training_does_what_a_plain_model_does(four: Processes) -> None:
+    four.run(trained)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +55,7 @@ def test_every_verb_gives_full_gradients_of_the_local_batch(four: Processes) -> 
         pytest.param("flat", {"physical_batch_size": 1}, marks=pytest.mark.slow),
         pytest.param("automatic", {}, marks=pytest.mark.slow),
         ("adaptive", {}),
-        ("parameter", {}),
+        pytest.param("parameter", {}, marks=pytest.mark.slow),
     ],
 )
 def test_shards_do_what_one_process_does_without_noise(four: Processes, clip: str, options: dict[str, Any]) -> None:
@@ -73,7 +81,7 @@ def replicas_are_alike(rank: int, world: int, kind: str | None) -> list[list[flo
     return [p.detach().to_local().flatten().tolist() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("kind", [None, "banded"])
+@pytest.mark.parametrize("kind", [None, pytest.param("banded", marks=pytest.mark.slow)])
 def test_replicas_of_a_shard_have_the_same_numbers(four: Processes, kind: str | None) -> None:
     parts = four.run(replicas_are_alike, kind)
     assert parts[0] == parts[2] != parts[1] == parts[3]
@@ -116,6 +124,7 @@ def test_replicas_that_drift_apart_are_refused(four: Processes) -> None:
     four.run(drifts)
 
 
+@pytest.mark.slow
 def test_save_and_resume(four: Processes, tmp_path: Path) -> None:
     four.run(test_private.saved_and_resumed, "hsdp", str(tmp_path / "run.safetensors"))
 

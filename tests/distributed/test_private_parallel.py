@@ -31,7 +31,7 @@ from tests.distributed.test_private import (
     weights_of,
 )
 
-HOWS = ("tp", "dp x tp", "fsdp x tp")
+HOWS = ("dp x tp", pytest.param("tp", marks=pytest.mark.slow), pytest.param("fsdp x tp", marks=pytest.mark.slow))
 
 
 def normed() -> nn.Sequential:
@@ -80,7 +80,7 @@ def as_one_alone(rank: int, world: int, how: str, options: dict[str, Any], clip:
         ("flat", {}),
         pytest.param("flat", {"physical_batch_size": 1}, marks=pytest.mark.slow),
         pytest.param("automatic", {}, marks=pytest.mark.slow),
-        ("adaptive", {}),
+        pytest.param("adaptive", {}, marks=pytest.mark.slow),
         pytest.param("parameter", {}, marks=pytest.mark.slow),
     ],
 )
@@ -215,6 +215,11 @@ def refusals(rank: int, world: int) -> None:
         private_for(model, make_plan(1.0))
     with pytest.raises(TypeError, match="data must be a DeviceMesh"):
         dp.Shards(model, data=mesh.get_group("dp"))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"hold different parts of \['1.weight', .* need the same samples"):
+        dp.Shards(model, data=mesh["tp"])
+    both = fully_shard(model, mesh=mesh["dp"])
+    with pytest.raises(ValueError, match=r"FSDP shards the model over .*dp=2"):
+        dp.Shards(both, data=mesh["tp"])
     with pytest.raises(ValueError, match="are sharded: use"):
         dp.Replicas(model)
 

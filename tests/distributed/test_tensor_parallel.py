@@ -145,7 +145,7 @@ def computed(rank: int, world: int, size: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::persample.PerformanceWarning")
-@pytest.mark.parametrize("size", [5, 1, 0])
+@pytest.mark.parametrize("size", [5, *[pytest.param(n, marks=pytest.mark.slow) for n in (1, 0)]])
 def test_weights_that_are_computed(four: Processes, size: int) -> None:
     four.run(computed, size)
 
@@ -237,6 +237,6 @@ def sharded_and_parallel(rank: int, world: int, how: str) -> None:
     all_close({name: whole_of(p.grad) for name, p in model.named_parameters()}, clipped(rows, 0.5))
 
 
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("how", ["plain", *[pytest.param(how, marks=pytest.mark.slow) for how in HOWS[1:]]])
 def test_fsdp_of_a_tensor_parallel_model(four: Processes, how: str) -> None:
     four.run(sharded_and_parallel, how)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,13 +42,6 @@ class Ranks:
     def size(self) -> int:
         """The number of processes in the group."""
         return dist.get_world_size(self.group)
-
-    def share_samples_of(self, p: Any) -> bool:
-        """Does another of these processes hold a part of a tensor that is one tensor in the graph, a DTensor?"""
-        if not hasattr(p, "_local_tensor"):
-            return False
-        others = set(dist.get_process_group_ranks(self.group)) - {dist.get_rank()}
-        return not others.isdisjoint(p.device_mesh.mesh.flatten().tolist())
 
     def first(self, value: bytes, device: torch.device) -> bytes:
         """The first rank's value, on all of them."""

@@ -76,6 +76,18 @@ def on_mesh(t: Tensor, mesh: Any) -> Tensor:
     return DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
+def held_by_several(params: Mapping[str, Any], processes: Iterable[int]) -> list[str]:
+    """Names of DTensors of which others among these processes, by global ranks, hold parts beside this one."""
+    others = set(processes) - {dist.get_rank()}
+    return [name for name, p in params.items() if is_sharded(p) and not others.isdisjoint(ranks_of(p.device_mesh))]
+
+
+def ranks_of(mesh: Any) -> list[int]:
+    """The processes of a mesh, by global ranks."""
+    ranks: list[int] = mesh.mesh.flatten().tolist()
+    return ranks
+
+
 def check_graph(losses: Tensor, params: Mapping[str, Tensor], order: Sequence[Node]) -> None:
     """Refuse a graph with DTensors of which processes would give other answers than one process alone.
 

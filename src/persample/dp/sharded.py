@@ -13,7 +13,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._errors import NonFiniteError
-from ..distributed import Ranks, data_meshes, described, group_of, is_sharded, like_shard, own_part, placed_like, spread
+from ..distributed import (
+    Ranks,
+    data_meshes,
+    described,
+    group_of,
+    held_by_several,
+    is_sharded,
+    like_shard,
+    own_part,
+    placed_like,
+    ranks_of,
+    spread,
+)
 from ..reductions import Clipping
 from ..reductions.exact import ExactClippedSum, ExactSums
 from ..verbs import reduce
@@ -44,7 +56,8 @@ class Shards(Several):
 
     def __init__(self, model: nn.Module, data: DeviceMesh | None = None) -> None:
         params = trainable(model)
-        shares = samples_over(params, data)
+        mesh = _mesh_of_samples(params, data)
+        shares = [dist.get_rank()] if mesh is None else ranks_of(mesh)
         super().__init__(model, group_of(_processes(params, shares), [everybody()]))
         self._spread = spread(params, self._ranks, self._device)
         self._made = {name for one in self._spread if one.is_first for name in one.names}
@@ -55,7 +68,8 @@ class Shards(Several):
                 f"each share of a batch must have as many processes, but the processes have shares {every}"
             )
         self._copies = self.size // self.shares  # processes with the same samples
-        self._data = Ranks(group_of(shares, [self._ranks.group, *_groups(data)])) if self.shares > 1 else None
+        groups = [] if mesh is None else mesh.get_all_groups()
+        self._data = Ranks(group_of(shares, [self._ranks.group, *groups])) if self.shares > 1 else None
         self._is_counted = dist.get_process_group_ranks(self._ranks.group)[0] in shares
 
     def own(self, p: Tensor) -> Tensor:
@@ -215,43 +229,46 @@ class _Scattered:
         return own_part(p, total) if is_sharded(p) else total
 
 
-def samples_over(params: Mapping[str, Tensor], data: DeviceMesh | None) -> list[int]:
-    """The processes, by global ranks, that have samples of their own, this one included."""
+def _mesh_of_samples(params: Mapping[str, Tensor], data: DeviceMesh | None) -> DeviceMesh | None:
+    """The mesh whose processes have samples of their own; None where all processes have all samples."""
     if data is not None and not isinstance(data, DeviceMesh):
         raise TypeError(f"data must be a DeviceMesh, such as mesh['dp'], not a {type(data).__name__}")
-    meshes = data_meshes(params)
+    meshes: list[DeviceMesh] = data_meshes(params)
     whole = [name for name, p in params.items() if not is_sharded(p)]
     if len(whole) == len(params) or (meshes and whole):
         raise ValueError(
             f"parameters {whole} are not sharded, and FSDP would not add up their gradients: apply fully_shard to the "
             f"whole model"
         )
-    if data is not None:
-        return _ranks_of(data)
     if len(meshes) > 1:
         raise ValueError(f"a model has to be sharded over one mesh, but there are {meshes}")
     if meshes:
-        return _ranks_of(meshes[0])
+        if data is not None and ranks_of(data) != ranks_of(meshes[0]):
+            raise ValueError(f"FSDP shards the model over {meshes[0]}: its processes have samples of their own")
+        return meshes[0]
+    return _beside_tensor_parallel(params, data)
+
+
+def _beside_tensor_parallel(params: Mapping[str, Tensor], data: DeviceMesh | None) -> DeviceMesh | None:
+    """The mesh that was given, if its processes hold the same parts; without one, the model must be on all of them."""
+    if data is not None:
+        if shared := held_by_several(params, ranks_of(data)):
+            raise ValueError(
+                f"{data} has processes that hold different parts of {shared}: they need the same samples. Pass the "
+                f"mesh's dim for data parallelism"
+            )
+        return data
     if any(p.device_mesh.size() < dist.get_world_size() for p in params.values() if is_sharded(p)):  # type: ignore[attr-defined]
         raise ValueError(
             "the model is tensor parallel over some of the processes: say which of them have samples of their own, by "
             "team=dp.Shards(model, data=mesh['dp']) with the mesh's dim for data parallelism"
         )
-    return [dist.get_rank()]
-
-
-def _ranks_of(mesh: Any) -> list[int]:
-    ranks: list[int] = mesh.mesh.flatten().tolist()
-    return ranks
+    return None
 
 
 def _processes(params: Mapping[str, Tensor], shares: list[int]) -> list[int]:
     """The processes that the model is on: those of its one mesh, or all, if it has several."""
-    known = {tuple(_ranks_of(p.device_mesh)) for p in params.values() if is_sharded(p)}  # type: ignore[attr-defined]
+    known = {tuple(ranks_of(p.device_mesh)) for p in params.values() if is_sharded(p)}  # type: ignore[attr-defined]
     if len(known) == 1 and set(shares) <= set(*known):
         return list(*known)
     return dist.get_process_group_ranks(everybody())
-
-
-def _groups(mesh: Any) -> list[dist.ProcessGroup]:
-    return [] if mesh is None else list(mesh.get_all_groups())

@@ -1,4 +1,7 @@
-"""Nodes by which DDP, FSDP2 and DTensors come into a graph: cotangents go on as they are, or as parts of a whole."""
+"""Nodes by which DDP, FSDP2 and DTensors come into a graph.
+
+Cotangents go on as they are, or as parts of a whole.
+"""
 
 from __future__ import annotations
 
