@@ -38,6 +38,7 @@ EVERYWHERE = {
     "numberless",
     "python_nodes",
     "refusal",
+    "traverse",
     "trees",
 }  # which import nothing of this package: anybody may use them
 TOP_MODULES = {

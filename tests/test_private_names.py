@@ -41,6 +41,7 @@ KEEPERS = {
     "reentrant checkpoints": Keeper("graph/read/reentrant.py", "graph/test_reentrant.py"),
     "ops of torch.library": Keeper("graph/read/library.py", "graph/test_library_ops.py"),
     "DDP, and the nodes of wrappers": Keeper("distributed/wrappers.py", "distributed/test_names.py"),
+    "DTensors in the graph": Keeper("distributed/tensor_parallel.py", "distributed/test_names.py"),
     "FSDP2 and sharded tensors": Keeper("distributed/shards.py", "distributed/test_names.py"),
     "tensors without numbers": Keeper("numberless.py", "test_numberless.py"),
     "what a hidden op does": Keeper("graph/read/slices.py", "graph/test_slices.py"),

@@ -8,9 +8,10 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from torch.distributed import get_process_group_ranks
 
 from ._errors import UnsupportedError
-from .distributed import Leaves, Ranks
+from .distributed import Leaves, Ranks, held_by_several, is_sharded
 from .kernels.devices import looking
 from .kernels.streams import streams_of
 from .numberless import has_numbers, lacks_numbers, shapes_alone
@@ -26,6 +27,8 @@ def check_losses(losses: Tensor, *, several: bool = False, why_one: str = "") ->
     shape = "(B,) or (B, K…)" if several else "(B,)"
     if not isinstance(losses, Tensor):
         raise TypeError(f"losses must be a tensor of shape {shape}, not {type(losses).__name__}: {remedy}")
+    if is_sharded(losses):
+        raise TypeError("losses are a DTensor: compute the losses of whole outputs, or pass losses.full_tensor()")
     if losses.ndim == 0 or (losses.ndim > 1 and not several):
         why = f" {why_one}" if losses.ndim > 1 else ""
         raise ValueError(f"losses must have shape {shape}, but have shape {tuple(losses.shape)}:{why} {remedy}")
@@ -70,10 +73,22 @@ def check_differentiable(losses: Tensor, leaves: Leaves, ranks: Ranks | None) ->
             "sums over the ranks of a process group cannot be differentiated: leave out process_group=, and add up the "
             "derivatives of all ranks instead"
         )
-    if leaves.sharded:
+    sharded = [name for name, p in leaves.full.items() if name in leaves.sharded or is_sharded(p)]
+    if sharded:
         raise UnsupportedError(
-            f"parameters {leaves.sharded} are sharded, and full weights are gone when results are differentiated: use "
+            f"parameters {sharded} are sharded, and full weights are gone when results are differentiated: use "
             f"create_graph=True with a model that is not sharded"
+        )
+
+
+def refuse_same_samples(leaves: Leaves, ranks: Ranks | None) -> None:
+    """Refuse to add up what processes have of the same samples, as those of a tensor parallel model do."""
+    shared = [] if ranks is None else held_by_several(leaves.full, get_process_group_ranks(ranks.group))
+    if shared:
+        raise ValueError(
+            f"process_group has processes that hold parts of the same tensors {shared} (tensor parallel), and have the "
+            f"same samples: every sample would be counted several times. Pass the group of the mesh's dim for data "
+            f"parallelism, or leave out process_group="
         )
 
 

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import Tensor, nn
 
-from .checks import boundary, check_differentiable, check_losses, check_memory, check_reductions, refuse_shards
+from .checks import (
+    boundary,
+    check_differentiable,
+    check_losses,
+    check_memory,
+    check_reductions,
+    refuse_same_samples,
+    refuse_shards,
+)
 from .distributed import Ranks, accumulate, undisturbed
 from .fused import Fused
 from .graph.entry import capture_into
@@ -143,6 +151,7 @@ def reduce(
     ):
         if create_graph:
             check_differentiable(losses, leaves, ranks)
+        refuse_same_samples(leaves, ranks)
         if losses.ndim > 1:
             return several_of(
                 losses, params, leaves.full, max_memory, ranks, retain_graph=retain_graph, independent=independent
@@ -195,6 +204,7 @@ def backward(
     with boundary(losses), undisturbed(losses, tensors, last=not retain_graph) as leaves:
         if ranks is None:
             refuse_shards(leaves)
+        refuse_same_samples(leaves, ranks)
         if losses.ndim > 1:
             call, portions = several_of(
                 losses, params, leaves.full, max_memory, ranks, retain_graph=retain_graph, independent=independent

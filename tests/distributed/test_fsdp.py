@@ -84,8 +84,8 @@ def plain_values(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def every_verb(rank: int, world: int, wraps: str, reshard: bool | None) -> None:
-    plain, sharded = make(), shard(make(), wraps, reshard)
+def every_verb(rank: int, world: int, wraps: str, reshard: bool | None, **options: Any) -> None:
+    plain, sharded = make(), shard(make(), wraps, reshard, **options)
     ids = batch(rank, SIZES[rank])
     rows = definition(losses(plain, ids), plain)
     found = losses(sharded, ids)
@@ -146,9 +146,9 @@ def test_every_verb_gives_full_gradients_of_the_local_batch(
     several.run(every_verb, wraps, reshard)
 
 
-def train(rank: int, world: int, kind: type[nn.Module], wraps: str, reshard: bool | None) -> None:
+def train(rank: int, world: int, kind: type[nn.Module], wraps: str, reshard: bool | None, **options: Any) -> None:
     """Norms first, then an ordinary weighted backward; some steps by `ps.backward`, all against plain models."""
-    plain, sharded = make(kind), summing(shard(make(kind), wraps, reshard))
+    plain, sharded = make(kind), summing(shard(make(kind), wraps, reshard, **options))
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (plain, sharded)]
     sizes = SIZES[:world]
     for step in range(4):
@@ -392,9 +392,9 @@ def other_kinds(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (world,))
     tensor_parallel = parallelize_module(nn.Sequential(nn.Linear(4, 6)), mesh, {"0": ColwiseParallel()})
     with pytest.raises(
-        ps.UnsupportedError, match=r"\['0.weight', '0.bias'\] are DTensors .* tensor parallel ones are not"
+        ps.UnsupportedError, match=r"\['0.weight', '0.bias'\] are DTensors.* with these very parameters"
     ):
-        ps.grad(tensor_parallel(torch.ones(2, 4)).sum(1), tensor_parallel)
+        ps.grad(nn.Linear(4, 6)(torch.ones(2, 4)).sum(1), tensor_parallel)
     for use_orig in (True, False):
         flat_model = FullyShardedDataParallel(nn.Linear(4, 6), use_orig_params=use_orig, device_id=torch.device("cpu"))
         with pytest.raises(ps.UnsupportedError, match=r"are parts of a flat one .*fully_shard instead"):

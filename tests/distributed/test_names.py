@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 
 import pytest
-from torch.distributed import _composable_state
+from torch.distributed import _composable_state, _functional_collectives
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group, _fsdp_state, _fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, _api, _redistribute
 from torch.nn.parallel import distributed as ddp
 
-from persample.distributed import shards, wrappers
+from persample.distributed import shards, tensor_parallel, wrappers
 from persample.graph.ops.table import named
 from tests.graph.versions import TESTED, VERSION
 
@@ -25,7 +25,7 @@ from tests.graph.versions import TESTED, VERSION
         ("_training_state _state_ctx _comm_ctx _fsdp_param_group", _fsdp_state.FSDPState),
         (
             "fsdp_params reduce_grads reshard_after_backward _training_state _post_forward_indices comm_ctx "
-            "is_unsharded",
+            "is_unsharded mesh_info",
             _fsdp_param_group.FSDPParamGroup,
         ),
         ("post_forward_order", _fsdp_param_group.FSDPCommContext),
@@ -34,6 +34,9 @@ from tests.graph.versions import TESTED, VERSION
         ("_module_state_mapping", _composable_state),
         ("ctx.param_group post_backward", _fsdp_param_group.RegisterPostBackwardFunction),
         ("ddp_weakref static_graph _static_graph_delay_allreduce_enqueued", ddp._DDPSink),
+        ("ctx.dtensor_spec ctx.grad_placements", _api._ToTorchTensor),
+        ("ctx.forward_input_placements ctx.forward_input_device_mesh ctx.grad_placements", _api._FromTorchTensor),
+        ("AsyncCollectiveTensor wait(", _functional_collectives.AsyncCollectiveTensor),
     ],
     ids=lambda value: getattr(value, "__name__", "names").split(".")[-1],
 )
@@ -64,6 +67,13 @@ def test_later_names_are_those_that_are_kept() -> None:
 def test_wrappers_have_the_names_by_which_their_nodes_are_known() -> None:
     for function in (_fsdp_param_group.RegisterPostBackwardFunction, ddp._DDPSink):
         assert function.__name__ in wrappers.WRAPPER_FUNCTIONS
+        assert named(function.__name__).flow
+
+
+def test_nodes_of_dtensors_have_the_names_by_which_they_are_known() -> None:
+    for function in (_api._ToTorchTensor, _api._FromTorchTensor, _redistribute.Redistribute):
+        assert function.__name__ in tensor_parallel.DTENSOR_FUNCTIONS
+        assert function.__module__.startswith("torch.")
         assert named(function.__name__).flow
 
 

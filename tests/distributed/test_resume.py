@@ -13,7 +13,7 @@ from torch import nn
 
 import persample as ps
 from persample import dp
-from persample.dp import teams
+from persample.dp import sharded
 from tests.distributed.processes import Processes
 from tests.distributed.test_private import Digits, make_plan, mlp, private_for, same, train, weights_of, wrap
 
@@ -165,7 +165,7 @@ def interrupted(rank: int, world: int) -> None:
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(teams, "own_part", interrupt)
+        patch.setattr(sharded, "own_part", interrupt)
         with pytest.raises(KeyboardInterrupt):
             private.step(losses)
     assert all(p.grad is None for p in model.parameters())

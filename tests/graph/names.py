@@ -8,6 +8,7 @@ from importlib.resources.abc import Traversable
 
 import torch
 
+from persample.distributed.tensor_parallel import DTENSOR_FUNCTIONS
 from persample.distributed.wrappers import WRAPPER_FUNCTIONS
 from persample.graph.read.nodes import _strip
 
@@ -28,8 +29,8 @@ SOME: Mapping[str, frozenset[tuple[int, int]]] = {
     "Cholesky": frozenset({(2, 13)}),
 }
 
-# Python nodes of DDP and FSDP2; tests/distributed/test_names.py looks them up.
-WRAPPERS = frozenset(WRAPPER_FUNCTIONS)
+# Python nodes of DDP, FSDP2 and DTensors; tests/distributed/test_names.py looks them up.
+WRAPPERS = frozenset((*WRAPPER_FUNCTIONS, *DTENSOR_FUNCTIONS))
 
 _READERS = {"number", "numbers", "tensor", "tensors", "optional", "value", "dims"}
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from .._errors import InteractionError
 from ..graph.ops.custom import is_vouched_for
 from ..graph.read.nodes import children, op_name
-from ..graph.read.traverse import ordered
 from ..rerun import CallRecorder, RecordedCall, compare_with_fewer_samples, rounding_tolerance
 from ..shortcuts import norms
+from ..traverse import ordered
 from .problem import Problem
 from .words import number
 

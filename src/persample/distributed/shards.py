@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 # What a backward for per-sample gradients sets in groups of parameters and in the context of a whole model, and what it
@@ -59,9 +60,17 @@ def owners(params: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     return {name: parts.get(id(p), p) for name, p in params.items()} if parts else params
 
 
+def data_meshes(params: Mapping[str, Tensor]) -> list[Any]:
+    """The meshes over which FSDP2 shards these parameters: their processes have samples of their own."""
+    wanted = {id(p) for p in params.values()}
+    groups = [group for _, state in _units() for group in _groups(state) if _holds(group, wanted)]
+    meshes: dict[Any, None] = dict.fromkeys(group.mesh_info.mesh for group in groups)
+    return list(meshes)
+
+
 def own_shard(p: Any, total: Tensor) -> Tensor:
     """This process's part of a full tensor that all ranks have, as a DTensor like a sharded parameter."""
-    shard: Tensor = _placed(p, total.to(p.dtype))
+    shard: Tensor = placed_like(p, total.to(p.dtype))
     return shard
 
 
@@ -74,11 +83,19 @@ def like_shard(p: Any, part: Tensor) -> Tensor:
 
 def own_part(p: Any, total: Tensor) -> Tensor:
     """This process's part of a full tensor that all ranks have, of any dtype and with further dims; no DTensor."""
-    part: Tensor = _placed(p, total).to_local()
+    part: Tensor = placed_like(p, total).to_local()
     return part
 
 
-def _placed(p: Any, total: Tensor) -> Any:
+def zeros_for(p: Tensor, dtype: torch.dtype) -> Tensor:
+    """Zeros of the whole shape of a parameter; no DTensor."""
+    if is_sharded(p):
+        return torch.zeros(p.shape, dtype=dtype, device=p.device)
+    return torch.zeros_like(p, dtype=dtype, requires_grad=False)
+
+
+def placed_like(p: Any, total: Tensor) -> Any:
+    """A full tensor that all ranks have, of any dtype, as a DTensor like a sharded parameter."""
     from torch.distributed.tensor import DTensor, Replicate
 
     everywhere = [Replicate()] * p.device_mesh.ndim

@@ -6,18 +6,19 @@ them up. Those of FSDP2's own state are in shards.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeGuard
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from .._errors import UnsupportedError
 from ..python_nodes import is_torchs
+from ..traverse import ordered
 from .shards import Leaves, gathered, is_flattened, is_sharded
+from .tensor_parallel import check_graph, there_are_processes
 
 _DDP_OUTPUTS = "_DDPSink"  # what DDP puts between a model and its outputs
 _FSDP_INPUTS = "RegisterPostBackwardFunction"  # what FSDP2 puts before a module's inputs
@@ -43,40 +44,31 @@ def undisturbed(losses: Tensor, params: Mapping[str, Tensor], *, last: bool) -> 
     DDP's reducer is not called. Modules of FSDP2 hold their full weights, and are sharded again at the end; ``last``
     says that the graph will not be used again, as an ordinary backward would take it.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if not there_are_processes():
         yield Leaves(params, params)
         return
     _refuse_flattened(params)
     with ExitStack() as stack:
-        sinks, groups, leaves = _wrapper_nodes_and_leaves(losses)
+        nodes = _nodes_of(losses)
+        sinks: list[Any] = [node for node in nodes if is_torchs(node, _DDP_OUTPUTS)]
         for sink in sinks:
             stack.enter_context(_no_delayed_reduction(sink.ddp_weakref()))
+        groups = [_parameter_group(node) for node in nodes if is_torchs(node, _FSDP_INPUTS)]
+        leaves = [node.variable for node in nodes if type(node).__name__ == "AccumulateGrad"]
         gathered_leaves = stack.enter_context(gathered(params, leaves, groups, last=last))
-        _refuse_other_shards(gathered_leaves.full)
+        check_graph(losses, gathered_leaves.full, nodes)
+        _refuse_other_shards(gathered_leaves.full, leaves)
         yield gathered_leaves
 
 
-def _wrapper_nodes_and_leaves(losses: Tensor) -> tuple[list[Any], list[Any], list[Tensor]]:
-    """DDP's nodes in a graph, the parameter groups of FSDP2's, and all leaves."""
+def _nodes_of(losses: Tensor) -> list[Any]:
+    """All nodes of a graph, each before those that it leads to."""
     start = losses.grad_fn
-    stack: list[Node] = [] if start is None else [start]
-    seen = set(stack)
-    sinks: list[Any] = []
-    groups: list[Any] = []
-    leaves: list[Tensor] = []
-    while stack:
-        node: Any = stack.pop()
-        if type(node).__name__ == "AccumulateGrad":
-            leaves.append(node.variable)
-        elif is_torchs(node, _DDP_OUTPUTS):
-            sinks.append(node)
-        elif is_torchs(node, _FSDP_INPUTS):
-            groups.append(_parameter_group(node))
-        for child, _ in node.next_functions:
-            if child is not None and child not in seen:
-                seen.add(child)
-                stack.append(child)
-    return sinks, groups, leaves
+    return ordered([] if start is None else [start], _children)
+
+
+def _children(node: Node) -> list[Node]:
+    return [child for child, _ in node.next_functions if child is not None]
 
 
 def _parameter_group(node: Any) -> Any:
@@ -106,10 +98,11 @@ def _refuse_flattened(params: Mapping[str, Tensor]) -> None:
         )
 
 
-def _refuse_other_shards(params: Mapping[str, Tensor]) -> None:
+def _refuse_other_shards(params: Mapping[str, Tensor], leaves: Sequence[Tensor]) -> None:
+    """Refuse parameters that no module of FSDP2 holds whole, in a graph that knows no DTensors."""
     left = [name for name, p in params.items() if is_sharded(p)]
-    if left:
+    if left and not any(is_sharded(leaf) for leaf in leaves):
         raise UnsupportedError(
-            f"parameters {left} are DTensors for which no fully_shard module of this process holds a full one: "
-            f"data parallel models are supported (DDP, fully_shard), tensor parallel ones are not"
+            f"parameters {left} are DTensors, for which no fully_shard module of this process holds a full one, and "
+            f"none of the graph's leaves is a DTensor: compute the losses with these very parameters"
         )

@@ -14,8 +14,9 @@ from .plan import Plan
 from .private import Private
 from .records import Spent, Step
 from .scheduled import ScheduledClip
+from .sharded import Shards
 from .team import Team
-from .teams import Replicas, Shards
+from .teams import Replicas
 
 __all__ = [
     "AdamBC",

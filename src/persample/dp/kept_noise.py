@@ -48,8 +48,7 @@ class KeptNoise:
             self.forget(f"{path} is of step {steps}")
             return
         why = self._stream.load(self._file(path), self._now)
-        is_own = self._team.rank == 0 or self._stream.part is not None  # no other process knows of its file
-        self._why = why if is_own else None
+        self._why = why if self._stream.size else None  # no other process knows of its file
 
     def forget(self, why: str) -> None:
         """Forget the noise of before: what it has left in the weights stays there."""

@@ -33,9 +33,10 @@ class Mechanism:
         self.sums = Sums({name: team.own(p) for name, p in params.items()})
         self.stream: Stream | None = None
         if plan.mechanism != "gaussian" and plan.noise:
-            own = sum(shape.size for shape in self.sums.shapes)
+            made = [team.makes_noise_for(name) for name in params]
+            own = sum(shape.size for shape, here in zip(self.sums.shapes, made, strict=True) if here)
             grid = Scale(clipper.sensitivity(), plan.noise, self._size).grid
-            part = None if own == self._size else f"{team.rank} of {team.size}"
+            part = None if own == self._size else team.part
             self.stream = Stream(plan.encoder, own, grid, plan.encoder.factor(plan.noise, self._size), part)
 
     def exactly(self, padding: int = 0) -> ExactClippedSum:

@@ -36,6 +36,7 @@ class Team:
 
     rank = 0
     size = 1
+    share, shares = 0, 1  # which of how many shares of a batch's samples this process takes
     reruns = True  # whether the model may be run again by this process alone
     lockstep = False  # whether the processes make every backward together, for samples that do not count, too
 
@@ -73,15 +74,24 @@ class Team:
         All processes get equally many parts, and one at least, so that their loops make the same turns: where no sample
         is left, there is one to run that does not count. A sample that is left alone is run twice, and counts once.
         """
-        own = split(samples[self.rank :: self.size], physical)
-        turns = max(len(split(samples[:: self.size], physical)), 1)  # the first process's share is the largest
+        own = split(samples[self.share :: self.shares], physical)
+        turns = max(len(split(samples[:: self.shares], physical)), 1)  # the first share is the largest
         alone = physical == 1  # always, or never: the gradient of a single sample is computed in another way
         parts = [(part, 0) if len(part) > 1 or alone else (part * 2, 1) for part in own]
         return parts + [([SHOWN], 1)] * (turns - len(own))
 
     def own(self, p: Tensor) -> Tensor:
-        """The part of a parameter that this process adds noise to."""
+        """The part of a parameter that this process holds."""
         return p.detach()
+
+    def makes_noise_for(self, name: str) -> bool:
+        """Whether this process makes the noise of its part of a parameter, and no other that holds it, too."""
+        return self.rank == 0
+
+    @property
+    def part(self) -> str | None:
+        """Which part of the model this process makes noise for, in words to compare by; None for all or nothing."""
+        return None
 
     def give(self, p: Tensor, gradient: Tensor) -> None:
         """Make this the gradient of that part, in the dtype it is to have; complex numbers come as pairs."""

@@ -94,9 +94,9 @@ def user_parts(chosen: list[list[int]], team: Team, physical: int | None) -> lis
     A user that is alone in a part gets company that does not count, as the gradient of a single one is computed in
     another way.
     """
-    shares = [_packed(chosen[rank :: team.size], physical) for rank in range(team.size)]
+    shares = [_packed(chosen[share :: team.shares], physical) for share in range(team.shares)]
     turns = max(1, *map(len, shares))
-    own = [_part(users) for users in shares[team.rank]]
+    own = [_part(users) for users in shares[team.share]]
     return own + [UserPart([SHOWN], (1,), 1)] * (turns - len(own))
 
 

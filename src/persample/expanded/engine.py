@@ -19,7 +19,7 @@ from ..graph.read.roots import Roots, slot_of
 from ..graph.read.saved import in_checkpoint, metadata, tensor
 from ..graph.read.site import Flow, weights_only
 from ..graph.read.tape import Graph, Tape, read
-from ..graph.read.traverse import leading_to
+from ..traverse import leading_to
 
 
 def read_outputs(outputs: Sequence[Tensor]) -> Graph:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..distributed import Ranks
+from ..distributed import Ranks, zeros_for
 from ..factors import Factor, Workspace
 from ..kernels.norms import wide, widest
 
@@ -87,16 +87,13 @@ class Call:
         for (name, p), times in zip(self.params.items(), reached, strict=True):
             dtype = wide(p.dtype).to_real() if real else wide(p.dtype)
             if times:
-                mine[name] = sums[name].to(dtype) if name in sums else torch.zeros_like(p, dtype=dtype).detach()
+                mine[name] = sums[name].to(dtype) if name in sums else zeros_for(p, dtype)
         return self.ranks.sum(mine)
 
     def pack_sums(self, sums: Mapping[str, Tensor]) -> Any:
         """One tensor like each parameter; zeros for those that the losses do not reach."""
         return self.pack(
-            {
-                name: sums[name].to(p.dtype) if name in sums else torch.zeros_like(p, requires_grad=False)
-                for name, p in self.params.items()
-            }
+            {name: sums[name].to(p.dtype) if name in sums else zeros_for(p, p.dtype) for name, p in self.params.items()}
         )
 
 

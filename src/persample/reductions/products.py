@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..distributed import whole
 from ..factors import Factor
 from ..kernels.differentiable import detached_by_default
 from .base import Call, Reduction
@@ -122,6 +123,7 @@ def _stacked(direction: Directions, call: Call) -> tuple[dict[str, Tensor], bool
             f"front; got (given, parameter) {shapes}"
         )
     single = extra != {1}
+    given = {name: whole(v) for name, v in given.items()}
     return {name: detached_by_default(v.unsqueeze(0) if single else v) for name, v in given.items()}, single
 
 

@@ -34,9 +34,10 @@ UNMADE = frozenset(
     """
     ConvolutionOverrideable CudnnBatchNorm CudnnConvolution CudnnCtcLoss CudnnGridSampler CudnnRnn FusedDropout
     FusedRmsNorm LstmMps MaxPool2D MiopenBatchNorm MiopenRnn MkldnnAdaptiveAvgPool2D MkldnnMaxPool2D MkldnnMaxPool3D
-    MkldnnReshape RegisterPostBackwardFunction ScaledDotProductCudnnAttention ScaledDotProductEfficientAttention
+    MkldnnReshape Redistribute RegisterPostBackwardFunction ScaledDotProductCudnnAttention
+    ScaledDotProductEfficientAttention
     ScaledDotProductFlashAttention ScaledDotProductFusedAttentionOverrideable ThnnFusedGruCell ThnnFusedLstmCell
-    _DDPSink
+    _DDPSink _FromTorchTensor _ToTorchTensor
     """.split()
 )
 

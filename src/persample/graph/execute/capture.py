@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..._errors import UnsupportedError
+from ...distributed.tensor_parallel import wholes
 from ...factors import Dense, Factor, Masked, Part, Pulled, combine, placed, split
 from ...kernels.certificates import is_traced
 from ...kernels.differentiable import carrying_mode, grad_mode
@@ -151,7 +152,7 @@ class Capture:
             return None
         there = self.plan.present.get(number)
         layouts = self.samples.layouts(number) if there is None else there.layouts
-        cotangents = [None if layout is None else g for g, layout in zip(grads, layouts, strict=True)]
+        cotangents = wholes(None if layout is None else g for g, layout in zip(grads, layouts, strict=True))
         site, factors, instead = self.samples.sites[number], dict[int, Factor](), None
         if any(g is not None for g in cotangents):
             known = [None if g is None else layout for g, layout in zip(cotangents, layouts, strict=True)]

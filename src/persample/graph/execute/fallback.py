@@ -18,7 +18,7 @@ from ..ops.use import Use
 from ..read.invoke import call, call_each, sum_to
 from ..read.nodes import is_opaque
 from ..read.notes import lacking
-from ..read.saved import holds_sparse, in_backward, in_checkpoint, in_own_task, in_plain_task
+from ..read.saved import holds_sparse, in_backward, in_checkpoint, in_own_task, in_plain_task, mesh
 from ..read.site import Site
 
 
@@ -52,7 +52,7 @@ def loops(site: Site) -> bool:
 
 def push_stacked(site: Site, stacks: Sequence[Tensor | None], batch: int, wanted: Sequence[int]) -> dict[int, Tensor]:
     """(B, *target) for every wanted output of a node whose cotangents are (B, *shape)."""
-    if not loops(site) and not in_checkpoint(site.node) and not holds_sparse(site.node):
+    if not (loops(site) or in_checkpoint(site.node) or holds_sparse(site.node) or mesh(site.node) is not None):
         return _vmapped(site, stacks, wanted)
     rows = ([None if s is None else s[i] for s in stacks] for i in range(batch))
     return _loop(site, rows, batch, wanted)

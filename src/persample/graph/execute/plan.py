@@ -9,13 +9,13 @@ from math import prod
 from torch import Tensor
 
 from ...numberless import with_numbers
+from ...traverse import leading_to
 from ..layout import Present, present
 from ..locate.follow import SampleMap, assign
 from ..read.nodes import NodeSlot, is_opaque
 from ..read.roots import Roots
 from ..read.site import Sites
 from ..read.tape import Graph, Slot, Tape
-from ..read.traverse import leading_to
 from .bundles import Bundle
 from .watch import Source
 

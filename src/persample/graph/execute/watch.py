@@ -17,6 +17,7 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from ..._errors import UnsupportedError
+from ...distributed.tensor_parallel import wholes
 from ...kernels.streams import Streams
 from ..read.saved import is_custom, memory, version
 from ..read.tape import Graph, Slot
@@ -44,7 +45,7 @@ class Gathering:
         return [node.register_prehook(partial(arrive, i)) for i, node in enumerate(self._nodes)]
 
     def _arrive(self, place: int, grads: Sequence[Tensor | None]) -> None:
-        g = grads[0]
+        (g,) = wholes(grads[:1])
         if g is not None:
             self._arrived[place] = g, version(g)
             if self._copying:

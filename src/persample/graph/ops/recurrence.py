@@ -15,11 +15,11 @@ from ...factors import Dense, Factor, Outer
 from ...kernels.differentiable import is_differentiable
 from ...kernels.recurrence import LstmLayer, LstmReplay, differentiable_replay
 from ...kernels.recurrence_ops import replay_in_graphs
+from ...traverse import leading_to
 from ..layout import Flow, Layout, Outcome, Shape, carry, join, same
 from ..read.nodes import NodeSlot, children
 from ..read.saved import metadata
 from ..read.site import Site
-from ..read.traverse import leading_to
 from ..sample_rows import SampleRows
 from .answers import LstmAnswer, Outputs
 from .dims import follow

@@ -11,6 +11,7 @@ from torch.autograd.graph import Node
 from torch.utils.checkpoint import CheckpointError
 
 from ..._errors import UnsupportedError
+from ...distributed.tensor_parallel import on_mesh, wholes
 from ...kernels.differentiable import grad_mode
 from ...kernels.library import materialized
 from ..layout import Shape
@@ -23,6 +24,7 @@ from .saved import (
     in_own_task,
     in_plain_task,
     is_custom,
+    mesh,
     metadata,
     unpacked_often,
 )
@@ -78,7 +80,8 @@ def _call(node: Node, cotangents: Cotangents, edges: Sequence[object]) -> Output
         if is_custom(node):
             return _call_python(node, cotangents, len(edges))
         try:
-            result = node(*[None if g is None else _as_given(node, g) for g in cotangents])  # type: ignore[operator]
+            given = [None if g is None else _as_given(node, g) for g in cotangents]
+            result = node(*given) if (found := mesh(node)) is None else _call_on(found, node, given)  # type: ignore[operator]
         except CheckpointError as error:
             if type(node).__name__ != "CopySlices":  # which hides the op that changed a view, and what that has saved
                 raise
@@ -94,6 +97,12 @@ def _call(node: Node, cotangents: Cotangents, edges: Sequence[object]) -> Output
                 f"when it is called by itself, for the gradients of all its operands. PyTorch says: {error}"
             ) from error
     return [result] if isinstance(result, Tensor) or result is None else list(result)
+
+
+def _call_on(mesh: Any, node: Any, cotangents: Cotangents) -> Outputs:
+    """A node that has saved DTensors takes no others."""
+    result = node(*[None if g is None else on_mesh(g, mesh) for g in cotangents])
+    return wholes([result] if isinstance(result, Tensor) or result is None else result)
 
 
 # A freed graph, and a saved tensor that was changed, are for the user to mend, who knows PyTorch's own words for them.

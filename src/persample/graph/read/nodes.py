@@ -9,10 +9,11 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
+from ...distributed.tensor_parallel import DTENSOR_FUNCTIONS, changes_placements
 from ...distributed.wrappers import WRAPPER_FUNCTIONS, passes_on
+from ...traverse import ordered
 from .library import op_of
 from .saved import function_of, is_custom, is_torchs
-from .traverse import ordered
 
 NodeSlot = tuple[Node, int]  # a node of PyTorch's graph, and which of its cotangents
 
@@ -40,7 +41,7 @@ def _custom_name(node: BackwardCFunction) -> str:
     return f"custom {op_of(node) or function_of(node).__name__}"
 
 
-_KNOWN = (*WRAPPER_FUNCTIONS, "CompiledFunction")
+_KNOWN = (*WRAPPER_FUNCTIONS, *DTENSOR_FUNCTIONS, "CompiledFunction")
 _NAMES: dict[type, str] = {}
 
 
@@ -69,7 +70,7 @@ def _is_opaque(node: Node) -> bool:
     kind = type(node)
     if kind.__name__ == "CppFunction":  # one type for many
         return "CppNode" in node.name()
-    if passes_on(node):
+    if passes_on(node) or changes_placements(node):
         return _OPAQUE.setdefault(kind, False)
     return is_custom(node) or _OPAQUE.setdefault(kind, False)
 

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from ...distributed import is_sharded
 from ...numberless import has_numbers
 
 Question = Callable[[Node], Any]
@@ -45,6 +46,8 @@ _FEW = 2**10  # integers that are compared sooner than anything is planned
 
 def _are_few_integers(t: Tensor) -> bool:
     """Is this a short list of numbers, such as the order of the sequences in a batch?"""
+    if is_sharded(t):  # processes would have to read it together
+        return False
     return t.numel() <= _FEW and not t.is_floating_point() and not t.is_complex() and has_numbers(t) and t.is_cpu
 
 

@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from ..._errors import UnsupportedError
+from ...traverse import leading_to, ordered
 from .nodes import NodeSlot, children, is_leaf, leaf_of, op_name
 from .reentrant import Outputs, Region, is_reentrant, open_region, run_instead, same_again
 from .saved import born, metadata
-from .traverse import leading_to, ordered
 
 Starts = Sequence[tuple[NodeSlot, Tensor]]  # where a backward starts, and the cotangents there
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from ...distributed.tensor_parallel import wholes
 from ...kernels.differentiable import is_differentiable
 from ...numberless import has_numbers
 from ..layout import Block, Layout
@@ -97,7 +98,7 @@ class Roots:
         arrived: dict[Node, list[Tensor | None]] = {node: [None] * len(metadata(node)) for node in nodes}
 
         def keep(node: Node, grads: Sequence[Tensor | None]) -> None:
-            arrived[node] = [None if g is None else g.clone() for g in grads]
+            arrived[node] = [None if g is None else g.clone() for g in wholes(grads)]
 
         handles = [node.register_prehook(partial(keep, node)) for node in nodes]
         try:
@@ -113,7 +114,7 @@ class Roots:
         """The gradients at ``inputs``, from cotangents of the caller's."""
         if self.regions.opened:
             starts = list(zip(self.slots, cotangents, strict=True))
-            return self.regions.backward(starts, inputs, retain_graph=retain_graph)
+            return tuple(wholes(self.regions.backward(starts, inputs, retain_graph=retain_graph)))
         return _gradients(_edges(self.slots), inputs, cotangents, retain_graph)
 
 
@@ -131,9 +132,10 @@ def _gradients(
 ) -> tuple[Tensor | None, ...]:
     """Those at ``inputs``, with a graph of their own if results are to be differentiated again."""
     create_graph = is_differentiable()
-    return torch.autograd.grad(
+    found = torch.autograd.grad(
         outputs, _edges(inputs), cotangents, retain_graph or create_graph, create_graph, allow_unused=True
     )
+    return tuple(wholes(found))
 
 
 def _edges(slots: Sequence[NodeSlot]) -> list[GradientEdge]:

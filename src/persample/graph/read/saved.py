@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils.checkpoint import _Holder
 
+from ...distributed.tensor_parallel import mesh_of, there_are_processes, whole
+
 # Modules of this folder ask about nodes here, whatever they want to know.
 from ...kernels.differentiable import carrying_mode, detached_by_default, is_differentiable
 from ...numberless import has_numbers, storage_of
@@ -111,7 +113,7 @@ def has(node: Node, name: str) -> bool:
 
 
 def tensor(node: Node, name: str) -> Tensor | None:
-    """A saved tensor; None if it was not needed. Sparse data come written out.
+    """A saved tensor; None if it was not needed. Sparse data come written out, DTensors gathered.
 
     It is cut off from its graph, unless results are to be differentiated again.
     """
@@ -125,6 +127,7 @@ def tensors(node: Node, name: str) -> tuple[Tensor, ...]:
 
 
 def _dense(t: Tensor) -> Tensor:
+    t = whole(t)
     return t if t.layout == torch.strided else t.to_dense()
 
 
@@ -144,7 +147,18 @@ def constants(node: Node) -> list[Tensor]:
     else:
         saved = [getattr(node, f"_saved_{name}", None) for name in _OPERANDS.split()]
         operands = [t for s in saved for t in (s if isinstance(s, tuple) else (s,))]
-    return [t for t in operands if isinstance(t, Tensor) and not t.requires_grad]
+    return [whole(t) for t in operands if isinstance(t, Tensor) and not t.requires_grad]
+
+
+def mesh(node: Node) -> Any:
+    """The mesh of the DTensors that a node has saved; None if there are none."""
+    return mesh_of(_saved(node)) if there_are_processes() and not is_custom(node) else None
+
+
+def _saved(node: Node) -> Iterator[object]:
+    for name in _raw_names(node):
+        held = getattr(node, name.replace("_raw_saved_", "_saved_"), None)
+        yield from held if isinstance(held, tuple) else (held,)
 
 
 def holds_sparse(node: Node) -> bool:

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from ..._errors import UnsupportedError
+from ...distributed.tensor_parallel import changes_placements
+from ...traverse import leading_to, ordered
 from ..layout import Shape
 from ..ops.table import Op, lookup
 from .compiled import is_compiled
@@ -17,7 +19,6 @@ from .nodes import NodeSlot, is_leaf, is_opaque, leaf_of, op_name
 from .reentrant import REENTRANT
 from .regions import Regions
 from .saved import function_of, is_custom, metadata
-from .traverse import leading_to, ordered
 
 Slot = tuple[int, int]  # the number of a node, and which of its cotangents: the gradient of the forward op's output
 
@@ -165,7 +166,7 @@ def _form(graph: Graph) -> Hashable:
         form += (kind if reading is not _COMPILED else ref(function_of(node)), edges)  # type: ignore[arg-type]
         if reading is _LEAF:
             graph.leaves[number] = leaf_of(node)
-        elif reading is _OPAQUE:
+        elif reading is _OPAQUE or reading is _PLACES:
             comparable = False
         elif comparable and (reading is not _FOLLOWS or None in edges):
             metas = metadata(node)
@@ -176,7 +177,8 @@ def _form(graph: Graph) -> Hashable:
     return tuple(form) if comparable else None
 
 
-_OP, _LEAF, _OPAQUE, _COMPILED, _FOLLOWS = "op", "leaf", "opaque", "compiled", "follows"
+# Of a graph with DTensors no plan is remembered: processes gather together what planning reads, or none of them does.
+_OP, _LEAF, _OPAQUE, _COMPILED, _FOLLOWS, _PLACES = "op", "leaf", "opaque", "compiled", "follows", "places"
 _READINGS: dict[type, str] = {}  # what there is to know of nodes of a kind
 
 
@@ -188,5 +190,7 @@ def _reading(node: Node, kind: type) -> str:
                 "be seen: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
         return _COMPILED if is_compiled(node) else _OPAQUE  # of which the reader says more (graph/compiled)
+    if changes_placements(node):
+        return _READINGS.setdefault(kind, _PLACES)
     reading = _LEAF if is_leaf(node) else _FOLLOWS if lookup(node).shape_follows else _OP
     return _READINGS.setdefault(kind, reading)
