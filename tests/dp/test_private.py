@@ -396,3 +396,14 @@ def test_devices_without_float64_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(binding, "widest", lambda device: torch.float32)
     with pytest.raises(ValueError, match=r"'0\.weight' is on cpu, which has no float64"):
         private(network())
+
+
+def test_gradients_of_earlier_steps_are_not_written_over() -> None:
+    """Memory is used again from step to step, but not that of a gradient, which a user may keep."""
+    run, kept = private(), []
+    for batch in run.batches(dataset()):
+        run.backward(losses_of(run._model, batch))
+        kept += [(p.grad, p.grad.clone()) for p in run._model.parameters() if p.grad is not None]
+        run._optimizer.step()
+    assert len(kept) == 6 * 4
+    assert all(torch.equal(gradient, copy) for gradient, copy in kept)

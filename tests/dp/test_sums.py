@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from persample.dp.sums import Joined, Line, Sums
+from persample.dp.sums import Joined, Line, Room, Sums
 from persample.factors.limits import Unit
 from persample.reductions import Clipping
 
@@ -59,7 +59,8 @@ CASES: dict[str, Callable[[], list[Part]]] = {
 
 @pytest.mark.parametrize("exponents", [(-3, -3, -3, -3), (-3, -2, -1, 0)], ids=["one unit", "units"])
 @pytest.mark.parametrize("parts", CASES.values(), ids=CASES)
-def test_means(parts: Callable[[], list[Part]], exponents: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("room", [None, Room()], ids=["fresh", "room"])  # one room for all cases
+def test_means(parts: Callable[[], list[Part]], exponents: tuple[int, ...], room: Room | None) -> None:
     torch.manual_seed(0)
     sums, given = Sums(PARAMS), parts()
     want = {name: torch.zeros(SHAPES[name], dtype=torch.float64) for name in PARAMS}
@@ -71,7 +72,7 @@ def test_means(parts: Callable[[], list[Part]], exponents: tuple[int, ...]) -> N
     assert not sums.are_empty
     wholes = sums.take(units, Unit(0))
     assert sums.are_empty
-    line = Line.of(wholes, None)
+    line = Line.of(wholes, None, room)
     assert float(line.tensors[-1][-1]) == len(given)
     got = line.divided(5, sums.shapes, torch.float64)
     for mean, (name, expected) in zip(got, want.items(), strict=True):

@@ -93,7 +93,7 @@ def items_of(counts: list[int], at_most: int | None = None) -> Users:
 
 class Member(Team):
     def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+        self.rank, self.size = self.share, self.shares = rank, size
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from ..factors.limits import Unit
@@ -15,7 +16,7 @@ from .noise import Scale, add_noise
 from .plan import Plan
 from .sampling import most_samples
 from .sources import Source
-from .sums import Clipped, Line, Sums, Whole
+from .sums import Clipped, Line, Room, Sums, Whole
 from .team import Team
 
 
@@ -31,6 +32,8 @@ class Mechanism:
         self._known_units: tuple[object, Mapping[str, Unit]] | None = None  # and the bound that they are for
         self.noise_std = 0.0  # on every coordinate of the gradients that were released last
         self.sums = Sums({name: team.own(p) for name, p in params.items()})
+        alone = team.size == 1 and not team.lockstep  # noise is then added to all sums at once
+        self._room = Room() if alone and self.sums.dtype == torch.float32 else None  # means are written elsewhere
         self.stream: Stream | None = None
         if plan.mechanism != "gaussian" and plan.noise:
             made = [team.makes_noise_for(name) for name in params]
@@ -78,7 +81,7 @@ class Mechanism:
         )
 
         def noisy(sums: Sequence[Whole], stream: int = 0) -> Line:
-            line = Line.of(sums, scale.grid if self._plan.noise else None)
+            line = Line.of(sums, scale.grid if self._plan.noise else None, self._room)
             memory = None if self.stream is None else self.stream.memory
             add_noise(line.tensors, scale, source, number, stream, memory)
             return line

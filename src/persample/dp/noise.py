@@ -23,9 +23,8 @@ from .correlated.memory import Memory
 from .normals import Numbers
 from .sources import Source
 
-BLOCK = 2**16  # numbers at a time: they stay in the cache, and each block has a stream of its own
-_AT_A_TIME = 64  # blocks whose noise is copied to an accelerator at once
-_FEWEST = 4  # blocks for each thread at least: starting one takes as long as a block
+BLOCK = 2**18  # numbers at a time, which are one thread's, and have a stream of their own
+_AT_A_TIME = 16  # blocks whose noise is copied to an accelerator at once
 _SHARE = 2.0**-12  # what rounding to the grid may add to the sensitivity, relatively
 
 
@@ -124,7 +123,7 @@ class Noise:
 
 def _for_each(do: Callable[[int], None], blocks: Sequence[int]) -> None:
     """Do it for every block, in as many threads as pay, of which this is one."""
-    workers = max(1, min(torch.get_num_threads(), len(blocks) // _FEWEST))
+    workers = max(1, min(torch.get_num_threads(), len(blocks)))
 
     def do_share(first: int) -> None:
         for block in blocks[first::workers]:

@@ -21,11 +21,12 @@ import numpy as np
 
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
 Words = np.ndarray[Any, np.dtype[np.int64]]
+Flags = np.ndarray[Any, np.dtype[np.bool_]]
 Places = np.ndarray[Any, np.dtype[np.intp]]
 Stream = Callable[[Words], None]  # writes the next random words
 
 _LAYERS = 1024
-_CHUNK = 2**16  # numbers at a time: smaller ones spend their time on calls for the few that lie outside
+_CHUNK = 2**18  # numbers at a time: with fewer, threads spend their time waiting for each other between short calls
 _UNIT = 2.0**-52
 
 
@@ -83,13 +84,14 @@ def fill(out: Numbers, stream: Stream) -> None:
 
 def _try(out: Numbers, stream: Stream, table: Layers) -> Places:
     """Write numbers; returns the places of those that have to be drawn again."""
-    words, which, edges = _buffers(len(out))
+    words, which, edges, far, outside = _buffers(len(out))
     stream(words)
     np.bitwise_and(words, _LAYERS - 1, out=which)
     np.take(table.widths, which, out=edges, mode="wrap")
     np.multiply(words, edges, out=out)
     np.take(table.within, which, out=edges, mode="wrap")
-    places: Places = np.flatnonzero(~(np.abs(out) < edges))
+    np.greater_equal(np.abs(out, out=far), edges, out=outside)
+    places: Places = np.flatnonzero(outside)
     if not len(places):
         return places
     which, points = which[places], out[places]
@@ -124,9 +126,9 @@ def _uniforms(count: int, stream: Stream) -> Numbers:
 _kept = threading.local()
 
 
-def _buffers(size: int) -> tuple[Words, Words, Numbers]:
+def _buffers(size: int) -> tuple[Words, Words, Numbers, Numbers, Flags]:
     """Buffers that a thread uses again and again."""
     if not hasattr(_kept, "buffers"):
-        _kept.buffers = np.empty((2, _CHUNK), dtype=np.int64), np.empty(_CHUNK)
-    whole, real = _kept.buffers
-    return whole[0, :size], whole[1, :size], real[:size]
+        _kept.buffers = np.empty((2, _CHUNK), dtype=np.int64), np.empty((2, _CHUNK)), np.empty(_CHUNK, dtype=np.bool_)
+    whole, real, flags = _kept.buffers
+    return whole[0, :size], whole[1, :size], real[0, :size], real[1, :size], flags[:size]

@@ -129,7 +129,7 @@ def secret_words() -> Stream:
 
 
 _CIPHERS = "cryptography.hazmat.primitives.ciphers" if find_spec("cryptography") else None
-_ZEROS = bytes(2**17)  # to be encrypted; longer requests are answered in parts
+_ZEROS = bytes(2**21)  # to be encrypted; longer requests are answered in parts
 
 
 def _by_aes(key: bytes) -> Stream:

@@ -34,6 +34,23 @@ class Whole(NamedTuple):
         return ((self.numbers + (1 << (shift - 1))) >> shift).double().mul_(grid)
 
 
+class Room:
+    """Memory for sums that lie end to end, used in every step: to get fresh pages costs more than to write them."""
+
+    def __init__(self) -> None:
+        self._line = torch.empty(0, dtype=torch.float64)
+
+    def filled(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Tensors in float64, end to end: in this memory, if they are on the CPU and there is more than one."""
+        if len(tensors) == 1 or tensors[0].device.type != "cpu":
+            return end_to_end(tensors)
+        size = sum(t.numel() for t in tensors)
+        if len(self._line) != size:
+            self._line = torch.empty(size, dtype=torch.float64)
+        torch.cat([t.reshape(-1) for t in tensors], out=self._line)
+        return self._line
+
+
 @dataclass(frozen=True)
 class Line:
     """Sums in float64, put end to end in tensors of one dim, as few as there are."""
@@ -41,15 +58,18 @@ class Line:
     tensors: list[Tensor]
 
     @classmethod
-    def of(cls, sums: Sequence[Whole], grid: float | None) -> Line:
-        """`Whole.on_grid` of all: those that are in float64 already in one tensor. May overwrite the numbers."""
+    def of(cls, sums: Sequence[Whole], grid: float | None, room: Room | None = None) -> Line:
+        """`Whole.on_grid` of all: those that are in float64 already in one tensor. May overwrite the numbers.
+
+        With a ``room``, that tensor is its own.
+        """
         ready = list(takewhile(lambda whole: whole.numbers.dtype == torch.float64, sums))
         if len({whole.numbers.device for whole in ready}) != 1:
             ready = []
         others = [whole.on_grid(grid).view(-1) for whole in sums[len(ready) :]]
         if not ready:
             return cls(others)
-        joined = end_to_end([whole.numbers for whole in ready])
+        joined = (end_to_end if room is None else room.filled)([whole.numbers for whole in ready])
         if len({whole.unit.exponent for whole in ready}) == 1:
             joined.mul_(ready[0].unit.size)
         else:
