@@ -189,12 +189,12 @@ def _placed(whole: Mapping[str, Any], held: Mapping[str, Any]) -> dict[str, Any]
 
     PyTorch's own distribution takes no parts of parts that are not all of one size.
     """
-    return {
-        name: placed_like(held[name], t.to(held[name].device))
-        if isinstance(held.get(name), Tensor) and is_sharded(held[name]) and t.shape == held[name].shape
-        else t
-        for name, t in whole.items()
-    }
+    found = dict(whole)
+    for name, t in whole.items():
+        like = held.get(name)
+        if isinstance(t, Tensor) and isinstance(like, Tensor) and is_sharded(like) and t.shape == like.shape:
+            found[name] = placed_like(like, t.to(like.device))
+    return found
 
 
 @dataclass(frozen=True)

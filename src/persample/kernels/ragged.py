@@ -6,25 +6,32 @@ many rows others have (private sums over users) must not take these ways when th
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 
 __all__ = ["always_ragged", "is_always_ragged"]
 
-_always_ragged: ContextVar[bool] = ContextVar("always_ragged", default=False)
+_lock = threading.Lock()
+_asked = 0  # how many ask for it now
 
 
 def is_always_ragged() -> bool:
     """Are all rows to be grouped as those of samples with different numbers of them?"""
-    return _always_ragged.get()
+    return _asked > 0
 
 
 @contextmanager
-def always_ragged(wanted: bool) -> Iterator[None]:
-    """Inside, in this thread, they are, or not."""
-    token = _always_ragged.set(wanted)
+def always_ragged(wanted: bool = True) -> Iterator[None]:
+    """Inside they are, if it is wanted: in all threads, as a backward calls hooks in one of the device's own."""
+    _ask(int(wanted))
     try:
         yield
     finally:
-        _always_ragged.reset(token)
+        _ask(-int(wanted))
+
+
+def _ask(more: int) -> None:
+    global _asked
+    with _lock:
+        _asked += more
