@@ -9,6 +9,7 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import persample as ps
 from persample import dp
+from persample.dp import early, noise
 from tests import models
 from tests.distributed.processes import Processes
 
@@ -120,6 +122,17 @@ CLIPS = {
 @pytest.mark.parametrize("how", ["plain", "ddp"])
 def test_replicas_do_what_one_process_does_with_the_same_noise(several: Processes, how: str) -> None:
     several.run(as_one_alone, how, 1.0, {}, CLIPS["flat"])
+
+
+def as_one_alone_in_shares(rank: int, world: int, clip: Any) -> None:
+    """Blocks so small that every process has some, which begin and end within parameters."""
+    with patch.object(noise, "BLOCK", 16), patch.object(early, "BLOCK", 16):
+        as_one_alone(rank, world, "plain", 1.0, {}, clip)
+
+
+@pytest.mark.parametrize("clip", ["flat", "adaptive"])
+def test_every_replica_makes_a_share_of_the_noise(several: Processes, clip: str) -> None:
+    several.run(as_one_alone_in_shares, CLIPS[clip])
 
 
 @pytest.mark.parametrize("how", ["plain", "fsdp"])

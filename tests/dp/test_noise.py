@@ -6,6 +6,7 @@ All seeds are fixed, but for the secure source, which has none: there, bounds ar
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import torch
 from scipy.stats import chi2, kstest, norm
 from torch import Tensor
 
-from persample.dp.noise import Scale, add_noise
+from persample.dp.noise import BLOCK, Scale, add_noise, blocks_before, shares
 from persample.dp.sources import Secure, Seeded, Source, make_source
 
 SOURCES = [Seeded(0), Secure()]
@@ -181,3 +182,22 @@ def test_sources_are_chosen() -> None:
         make_source(False, -1, same)
     agreed = make_source(False, 1, lambda _: Seeded(9).secret)
     assert agreed.secret == Seeded(9).secret
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 7])
+@pytest.mark.parametrize("size", [0, 1, BLOCK, BLOCK + 1, 5 * BLOCK + 3])
+def test_shares_are_whole_blocks_of_all_numbers(size: int, processes: int) -> None:
+    found = shares(size, processes)
+    assert all(one.stop == other.start for one, other in pairwise(found) if other)
+    assert sum(len(share) for share in found) == size
+    assert all(share.start == blocks_before(share.start) * BLOCK for share in found if share)
+    assert max(map(len, found)) <= BLOCK * -(-size // (BLOCK * processes))
+
+
+def test_shares_have_the_noise_of_one_process() -> None:
+    size, scale = 3 * BLOCK + 5, Scale(1.0, 1.0, 3 * BLOCK + 5)
+    whole, parts = torch.zeros(size, dtype=torch.float64), torch.zeros(size, dtype=torch.float64)
+    add_noise([whole], scale, Seeded(0), 3)
+    for share in shares(size, 2):
+        add_noise([parts[share.start : share.stop]], scale, Seeded(0), 3, first_block=blocks_before(share.start))
+    assert torch.equal(whole, parts)

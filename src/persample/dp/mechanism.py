@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from ..factors.limits import Unit
 from ..kernels.ragged import always_ragged
 from ..reductions.exact import ExactClippedSum
 from .clips import Clipper
+from .correlated.memory import Memory
 from .correlated.stream import Stream
 from .noise import Scale, add_noise
 from .plan import Plan
@@ -18,6 +20,27 @@ from .sampling import most_samples
 from .sources import Source
 from .sums import Clipped, Line, Room, Sums, Whole
 from .team import Team
+
+
+@dataclass(frozen=True)
+class _Noisy:
+    """Adds the noise of one release."""
+
+    scale: Scale
+    source: Source
+    number: int
+    memory: Memory | None
+    room: Room | None
+    exact: bool  # without noise there is no grid, either
+
+    @property
+    def is_remembered(self) -> bool:
+        return self.memory is not None
+
+    def __call__(self, sums: Sequence[Whole], stream: int = 0, first_block: int = 0) -> Line:
+        line = Line.of(sums, None if self.exact else self.scale.grid, self.room)
+        add_noise(line.tensors, self.scale, self.source, self.number, stream, self.memory, first_block)
+        return line
 
 
 class Mechanism:
@@ -80,13 +103,8 @@ class Mechanism:
             factor=1.0 if self.stream is None else self.stream.factor,
         )
 
-        def noisy(sums: Sequence[Whole], stream: int = 0) -> Line:
-            line = Line.of(sums, scale.grid if self._plan.noise else None, self._room)
-            memory = None if self.stream is None else self.stream.memory
-            add_noise(line.tensors, scale, source, number, stream, memory)
-            return line
-
-        released = self._team.release(sums, noisy)
+        memory = None if self.stream is None else self.stream.memory
+        released = self._team.release(sums, _Noisy(scale, source, number, memory, self._room, self._plan.noise == 0))
         if counted:
             self._clipper.follow(released.tensors[-1][-counted:].clone())
         self.noise_std = scale.std / self._plan.batch_size

@@ -68,20 +68,26 @@ _STREAM = 2**40  # blocks between the noise of one process and the next
 
 
 def add_noise(
-    sums: Sequence[Tensor], scale: Scale, source: Source, step: int, stream: int = 0, memory: Memory | None = None
+    sums: Sequence[Tensor],
+    scale: Scale,
+    source: Source,
+    step: int,
+    stream: int = 0,
+    memory: Memory | None = None,
+    first_block: int = 0,
 ) -> None:
     """Round the sums to the grid and add the noise of one step, in place.
 
-    Processes that each add noise to a part of the sums use a ``stream`` of their own. Numbers are worked on in float64
-    and blocks that do not depend on how many threads share the work. With a ``memory``, noise is correlated with that
-    of earlier steps.
+    Processes that each add noise to a part of the sums use a ``stream`` of their own, or one stream from different
+    blocks on. Numbers are worked on in float64 and blocks that do not depend on how many threads share the work. With a
+    ``memory``, noise is correlated with that of earlier steps.
     """
     if scale.noise_multiplier == 0:
         return
     if any(not t.is_contiguous() for t in sums):
         raise ValueError("noise is added in place, to contiguous tensors")
     flat = [(torch.view_as_real(t) if t.is_complex() else t).detach().view(-1) for t in sums]
-    noise = Noise(scale, source, step, stream * _STREAM, memory)
+    noise = Noise(scale, source, step, stream * _STREAM + first_block, memory)
     if any(t.device.type != "cpu" for t in flat):
         _add_elsewhere(flat, noise)
     else:
@@ -89,6 +95,17 @@ def add_noise(
         _for_each(lambda block: _add_by_numpy(blocks[block], noise, block), range(len(blocks)))
     if memory is not None:
         memory.advance()
+
+
+def shares(size: int, processes: int) -> list[range]:
+    """For every process the numbers that it makes noise for: whole blocks, as many for each as can be."""
+    each = BLOCK * -(-size // (BLOCK * processes))
+    return [range(min(size, place * each), min(size, place * each + each)) for place in range(processes)]
+
+
+def blocks_before(number: int) -> int:
+    """How many blocks end before a number with which a share begins."""
+    return -(-number // BLOCK)
 
 
 @dataclass(frozen=True)

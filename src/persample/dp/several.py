@@ -8,12 +8,13 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ..distributed import Ranks, Spread
 from .binding import trainable
 from .errors import PrivacyError
 from .fingerprints import of_tensors, summary
+from .noise import blocks_before, shares
 from .sums import Line, Whole
 from .team import AddNoise, Alike, Team
 
@@ -34,16 +35,24 @@ class Several(Team):
             return self._ranks.first(value, self._device)
 
     def _noisy_total(self, sums: Sequence[Whole], add_noise: AddNoise, stream: int = 0) -> Line:
-        """Local sums to the first process, in int64; noise there, and the result to all, in float64."""
-        sizes = [whole.numbers.numel() for whole in sums]
+        """Local sums, in int64, to the process that makes their noise; the result from there to all, in float64.
+
+        Every process has a share of them, as one alone would make it; of remembered noise, the first process has all.
+        """
         line = torch.cat([whole.numbers.reshape(-1).to(self._device, torch.int64) for whole in sums])
         noisy = torch.empty_like(line, dtype=torch.float64)
+        everything = shares(len(line), 1 if add_noise.is_remembered else self.size)
         with self._explaining_lost_processes():
-            dist.reduce(line, group=self._ranks.group, group_dst=0)
-            if self.rank == 0:
-                totals = [Whole(part, whole.unit) for part, whole in zip(line.split(sizes), sums, strict=True)]
-                torch.cat(add_noise(totals, stream).tensors, out=noisy)
-            dist.broadcast(noisy, group=self._ranks.group, group_src=0)
+            for place, share in enumerate(everything):
+                if share:
+                    dist.reduce(line[share.start : share.stop], group=self._ranks.group, group_dst=place)
+            own = everything[self.rank] if self.rank < len(everything) else range(0)
+            if own:
+                noise = add_noise(_piece(sums, line, own), stream, blocks_before(own.start))
+                torch.cat(noise.tensors, out=noisy[own.start : own.stop])
+            for place, share in enumerate(everything):
+                if share:
+                    dist.broadcast(noisy[share.start : share.stop], group=self._ranks.group, group_src=place)
         return Line([noisy])
 
     @contextmanager
@@ -100,6 +109,18 @@ class Several(Team):
                 f"another of the {self.size} processes is gone, or does not come to the same step in time: end all of "
                 f"them, and resume from the last private.save. What was accounted for is spent. PyTorch says: {error}"
             ) from error
+
+
+def _piece(sums: Sequence[Whole], line: Tensor, some: range) -> list[Whole]:
+    """Some of the numbers of sums that lie on a line, in their units."""
+    found, start = [], 0
+    for whole in sums:
+        end = start + whole.numbers.numel()
+        first, last = max(start, some.start), min(end, some.stop)
+        if first < last:
+            found.append(Whole(line[first:last], whole.unit))
+        start = end
+    return found
 
 
 def everybody() -> dist.ProcessGroup:

@@ -22,9 +22,16 @@ SHOWN = 0  # the index of what is run where there is no sample: a public choice
 
 
 class AddNoise(Protocol):
-    """Sums with a step's noise, in float64; each ``stream`` has its own."""
+    """Sums with a step's noise, in float64.
 
-    def __call__(self, sums: Sequence[Whole], stream: int = 0) -> Line: ...
+    Each ``stream`` has its own, of which these are the numbers from a block on. Noise that is remembered is made where
+    it was made before.
+    """
+
+    @property
+    def is_remembered(self) -> bool: ...
+
+    def __call__(self, sums: Sequence[Whole], stream: int = 0, first_block: int = 0) -> Line: ...
 
 
 class Team:

@@ -22,8 +22,9 @@ from .team import AddNoise, Alike, Team
 class Replicas(Several):
     """Every process has the whole model, plain or in DDP, and a share of each batch.
 
-    Local clipped sums are added up in the first process, which adds the noise once and gives all of them the result: an
-    all-reduce in two halves. Batches are drawn for all processes together, with the plan's rate, and dealt out.
+    Local clipped sums are added up share by share, each in the process that adds its noise and gives all of them the
+    result: an all-reduce in two halves. Batches are drawn for all processes together, with the plan's rate, and dealt
+    out.
 
     Args:
         model: the model, with the same parameters in every process.
