@@ -278,7 +278,7 @@ def run_backward(
 
 
 def _gradients_of_no_samples(losses: Tensor, params: Mapping[str, Tensor], retain_graph: bool) -> dict[str, Tensor]:
-    """The gradients of an empty batch, for the parameters that it reaches."""
+    """The gradients of an empty batch, for the parameters that it reaches: zero, also where PyTorch divides by it."""
     if not params:
         return {}
     with torch.enable_grad():
@@ -286,4 +286,4 @@ def _gradients_of_no_samples(losses: Tensor, params: Mapping[str, Tensor], retai
     roots.read()  # which opens what the graph hides
     grads = roots.backward([slot_of(p) for p in params.values()], retain_graph=retain_graph)
     dense = [g if g is None or g.layout == torch.strided else g.to_dense() for g in grads]
-    return {name: g for name, g in zip(params, dense, strict=True) if g is not None}
+    return {name: torch.zeros_like(g) for name, g in zip(params, dense, strict=True) if g is not None}

@@ -633,3 +633,12 @@ def test_a_sum_states_its_own_sensitivity() -> None:
 def test_a_tensor_is_no_bound() -> None:
     with pytest.raises(TypeError, match=r"a Python number, not a tensor: use \.item\(\)"):
         ps.ClippedSum(torch.tensor(1.0))  # type: ignore[arg-type]
+
+
+def test_backward_of_no_samples_through_statistics() -> None:
+    """PyTorch's own gradient of the scale is NaN: of a group without elements."""
+    norm, x = nn.GroupNorm(1, 1).double(), torch.zeros(1, 1, 3, 0, dtype=torch.float64, requires_grad=True)
+    losses = norm(x).sum(2).flatten()
+    ps.backward(losses, norm, ps.ClippedSum(1.0))
+    assert norm.weight.grad is not None
+    assert norm.weight.grad.tolist() == [0.0]
