@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ from persample.dp import binding
 from persample.dp.noise import Scale, add_noise
 from persample.dp.sampling import poisson
 from persample.dp.sources import Source
-from tests.dp.helpers import dataset, flat, losses_of, network, plan, private
+from tests.dp.helpers import CLASSES, WIDTH, dataset, flat, losses_of, network, plan, private
+from tests.models import mlp
 
 
 def by_definition(model: nn.Module, batch: Any, bound: float, noisy: bool, source: Source, step: int) -> list[Tensor]:
@@ -398,12 +400,33 @@ def test_devices_without_float64_are_refused(monkeypatch: pytest.MonkeyPatch) ->
         private(network())
 
 
-def test_gradients_of_earlier_steps_are_not_written_over() -> None:
+KEEP: dict[str, Callable[[Tensor], Tensor]] = {
+    "gradients": lambda g: g,
+    "rows of them": lambda g: g[-1:],
+    "arrays": lambda g: torch.as_tensor(g.numpy()),
+}
+
+
+@pytest.mark.parametrize("keep", KEEP.values(), ids=KEEP)
+@pytest.mark.parametrize("width", [7, 2**16])
+def test_gradients_of_earlier_steps_are_not_written_over(width: int, keep: Callable[[Tensor], Tensor]) -> None:
     """Memory is used again from step to step, but not that of a gradient, which a user may keep."""
-    run, kept = private(), []
+    run, kept = private(mlp(WIDTH, width, CLASSES, dtype=torch.float32, seed=2)), []
     for batch in run.batches(dataset()):
         run.backward(losses_of(run._model, batch))
-        kept += [(p.grad, p.grad.clone()) for p in run._model.parameters() if p.grad is not None]
+        some = [keep(p.grad) for p in run._model.parameters() if p.grad is not None]
+        kept += [(gradient, gradient.clone()) for gradient in some]
         run._optimizer.step()
+        run._optimizer.zero_grad()
     assert len(kept) == 6 * 4
     assert all(torch.equal(gradient, copy) for gradient, copy in kept)
+
+
+def test_large_gradients_lie_in_memory_that_is_used_again() -> None:
+    run, places = private(mlp(WIDTH, 2**16, CLASSES, dtype=torch.float32, seed=2)), []
+    for batch in run.batches(dataset()):
+        run.backward(losses_of(run._model, batch))
+        places.append([p.grad.data_ptr() for p in run._model.parameters() if p.grad is not None and p.dim() > 1])
+        run._optimizer.step()
+        run._optimizer.zero_grad()
+    assert places[-1] == places[-2] == places[-3]

@@ -19,6 +19,7 @@ from torch import nn
 import persample as ps
 from persample import dp
 from persample.dp import mechanism as module
+from persample.dp import sums
 from tests.dp.helpers import dataset, flat, losses_of, network, plan, private
 from tests.dp.noises import advance, distinct, drawn, noisy_run, said_by_child
 from tests.models import mlp
@@ -61,7 +62,7 @@ FAILURES: dict[str, Patch] = {
     "interrupted before noise": lambda m: m.setattr(module, "add_noise", raising(KeyboardInterrupt())),
     "interrupted after noise": lambda m: m.setattr(module, "add_noise", after_drawing(KeyboardInterrupt())),
     "communication fails": lambda m: m.setattr(dp.Team, "release", raising(RuntimeError("gone"))),
-    "p.grad cannot be written": lambda m: m.setattr(torch.Tensor, "div_", raising(RuntimeError("out of memory"))),
+    "p.grad cannot be written": lambda m: m.setattr(sums, "_over", raising(RuntimeError("out of memory"))),
 }
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from persample.dp.sums import Joined, Line, Room, Sums
+from persample.dp import sums as module
+from persample.dp.sums import Joined, Line, Sums
 from persample.factors.limits import Unit
 from persample.reductions import Clipping
 
@@ -59,9 +60,17 @@ CASES: dict[str, Callable[[], list[Part]]] = {
 
 @pytest.mark.parametrize("exponents", [(-3, -3, -3, -3), (-3, -2, -1, 0)], ids=["one unit", "units"])
 @pytest.mark.parametrize("parts", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("room", [None, Room()], ids=["fresh", "room"])  # one room for all cases
-def test_means(parts: Callable[[], list[Part]], exponents: tuple[int, ...], room: Room | None) -> None:
+@pytest.mark.parametrize("large", [2**16, 4, 1])  # from which size on sums stay where they are
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_means(
+    parts: Callable[[], list[Part]],
+    exponents: tuple[int, ...],
+    large: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     torch.manual_seed(0)
+    monkeypatch.setattr(module, "_LARGE", large)
     sums, given = Sums(PARAMS), parts()
     want = {name: torch.zeros(SHAPES[name], dtype=torch.float64) for name in PARAMS}
     units = {name: Unit(exponent, torch.float64) for name, exponent in zip(PARAMS, exponents, strict=True)}
@@ -72,9 +81,9 @@ def test_means(parts: Callable[[], list[Part]], exponents: tuple[int, ...], room
     assert not sums.are_empty
     wholes = sums.take(units, Unit(0))
     assert sums.are_empty
-    line = Line.of(wholes, None, room)
+    line = Line.of(wholes, None)
     assert float(line.tensors[-1][-1]) == len(given)
-    got = line.divided(5, sums.shapes, torch.float64)
+    got = line.divided(5, sums.shapes, dtype)
     for mean, (name, expected) in zip(got, want.items(), strict=True):
-        torch.testing.assert_close(mean, expected, msg=name)
+        torch.testing.assert_close(mean, expected.to(dtype), msg=name)
         assert mean.shape == SHAPES[name]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ..factors.limits import Unit
@@ -18,7 +17,7 @@ from .noise import Scale, add_noise
 from .plan import Plan
 from .sampling import most_samples
 from .sources import Source
-from .sums import Clipped, Line, Room, Sums, Whole
+from .sums import Clipped, Line, Sums, Whole
 from .team import Team
 
 
@@ -30,7 +29,6 @@ class _Noisy:
     source: Source
     number: int
     memory: Memory | None
-    room: Room | None
     exact: bool  # without noise there is no grid, either
 
     @property
@@ -38,7 +36,7 @@ class _Noisy:
         return self.memory is not None
 
     def __call__(self, sums: Sequence[Whole], stream: int = 0, first_block: int = 0) -> Line:
-        line = Line.of(sums, None if self.exact else self.scale.grid, self.room)
+        line = Line.of(sums, None if self.exact else self.scale.grid)
         add_noise(line.tensors, self.scale, self.source, self.number, stream, self.memory, first_block)
         return line
 
@@ -55,8 +53,6 @@ class Mechanism:
         self._known_units: tuple[object, Mapping[str, Unit]] | None = None  # and the bound that they are for
         self.noise_std = 0.0  # on every coordinate of the gradients that were released last
         self.sums = Sums({name: team.own(p) for name, p in params.items()})
-        alone = team.size == 1 and not team.lockstep  # noise is then added to all sums at once
-        self._room = Room() if alone and self.sums.dtype == torch.float32 else None  # means are written elsewhere
         self.stream: Stream | None = None
         if plan.mechanism != "gaussian" and plan.noise:
             made = [team.makes_noise_for(name) for name in params]
@@ -104,7 +100,7 @@ class Mechanism:
         )
 
         memory = None if self.stream is None else self.stream.memory
-        released = self._team.release(sums, _Noisy(scale, source, number, memory, self._room, self._plan.noise == 0))
+        released = self._team.release(sums, _Noisy(scale, source, number, memory, self._plan.noise == 0))
         if counted:
             self._clipper.follow(released.tensors[-1][-counted:].clone())
         self.noise_std = scale.std / self._plan.batch_size

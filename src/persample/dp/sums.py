@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import groupby
 from typing import NamedTuple, Protocol
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..factors.limits import Unit
 from ..kernels.library import end_to_end
+from ..kernels.pages import recycled
 from ..reductions import Clipping
 from .errors import PrivacyError
 
@@ -34,23 +35,6 @@ class Whole(NamedTuple):
         return ((self.numbers + (1 << (shift - 1))) >> shift).double().mul_(grid)
 
 
-class Room:
-    """Memory for sums that lie end to end, used in every step: to get fresh pages costs more than to write them."""
-
-    def __init__(self) -> None:
-        self._line = torch.empty(0, dtype=torch.float64)
-
-    def filled(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Tensors in float64, end to end: in this memory, if they are on the CPU and there is more than one."""
-        if len(tensors) == 1 or tensors[0].device.type != "cpu":
-            return end_to_end(tensors)
-        size = sum(t.numel() for t in tensors)
-        if len(self._line) != size:
-            self._line = torch.empty(size, dtype=torch.float64)
-        torch.cat([t.reshape(-1) for t in tensors], out=self._line)
-        return self._line
-
-
 @dataclass(frozen=True)
 class Line:
     """Sums in float64, put end to end in tensors of one dim, as few as there are."""
@@ -58,28 +42,20 @@ class Line:
     tensors: list[Tensor]
 
     @classmethod
-    def of(cls, sums: Sequence[Whole], grid: float | None, room: Room | None = None) -> Line:
-        """`Whole.on_grid` of all: those that are in float64 already in one tensor. May overwrite the numbers.
+    def of(cls, sums: Sequence[Whole], grid: float | None) -> Line:
+        """`Whole.on_grid` of all: neighbours in float64 in one tensor, but large ones on the CPU stay where they are.
 
-        With a ``room``, that tensor is its own.
+        May overwrite the numbers.
         """
-        ready = list(takewhile(lambda whole: whole.numbers.dtype == torch.float64, sums))
-        if len({whole.numbers.device for whole in ready}) != 1:
-            ready = []
-        others = [whole.on_grid(grid).view(-1) for whole in sums[len(ready) :]]
-        if not ready:
-            return cls(others)
-        joined = (end_to_end if room is None else room.filled)([whole.numbers for whole in ready])
-        if len({whole.unit.exponent for whole in ready}) == 1:
-            joined.mul_(ready[0].unit.size)
-        else:
-            for piece, whole in zip(joined.split([whole.numbers.numel() for whole in ready]), ready, strict=True):
-                piece.mul_(whole.unit.size)
-        return cls([joined, *others])
+        tensors: list[Tensor] = []
+        for (is_joined, _), neighbours in groupby(sums, lambda whole: (_is_joined(whole), whole.numbers.device)):
+            some = list(neighbours)
+            tensors += [_joined(some)] if is_joined else [whole.on_grid(grid).view(-1) for whole in some]
+        return cls(tensors)
 
     def divided(self, divisor: float, shapes: Iterable[Shape], dtype: torch.dtype) -> list[Tensor]:
         """The first sums over a number, of these shapes and that dtype. The sums may be overwritten."""
-        found, waiting = [], iter([t.div_(divisor).to(dtype) for t in self.tensors])
+        found, waiting = [], iter([_over(t, divisor, dtype) for t in self.tensors])
         mean = next(waiting)
         start, end = _place(mean)
         for shape in shapes:
@@ -89,6 +65,35 @@ class Line:
             found.append(mean.as_strided(shape.dims, shape.strides, start))
             start += shape.size
         return found
+
+
+_LARGE = 2**16  # numbers, which take longer to copy than to be worked on by themselves
+
+
+def _is_joined(whole: Whole) -> bool:
+    numbers = whole.numbers
+    return numbers.dtype == torch.float64 and (numbers.device.type != "cpu" or numbers.numel() < _LARGE)
+
+
+def _joined(sums: Sequence[Whole]) -> Tensor:
+    """Sums in float64, end to end, as multiples of 1."""
+    line = end_to_end([whole.numbers for whole in sums])
+    if len({whole.unit.exponent for whole in sums}) == 1:
+        return line.mul_(sums[0].unit.size)
+    for piece, whole in zip(line.split([whole.numbers.numel() for whole in sums]), sums, strict=True):
+        piece.mul_(whole.unit.size)
+    return line
+
+
+def _over(numbers: Tensor, divisor: float, dtype: torch.dtype) -> Tensor:
+    """Numbers over a divisor, in this dtype: in memory that is used again, as fresh pages cost more than they hold."""
+    if numbers.dtype == dtype or numbers.device.type != "cpu":
+        return numbers.div_(divisor).to(dtype)
+    found = recycled(tuple(numbers.shape), dtype, numbers.device)
+    quotients = torch.empty(min(len(numbers), _LARGE), dtype=numbers.dtype)  # which stay in the cache
+    for some, into in zip(numbers.split(_LARGE), found.split(_LARGE), strict=True):
+        into.copy_(torch.div(some, divisor, out=quotients[: len(some)]))
+    return found
 
 
 def _place(t: Tensor) -> tuple[int, int]:

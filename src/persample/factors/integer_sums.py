@@ -27,6 +27,7 @@ from torch import Tensor
 from ..kernels.certificates import is_traced
 from ..kernels.devices import can_look
 from ..kernels.norms import wide
+from ..kernels.pages import recycled
 from .balance import Balance, TermSizes
 from .limits import NORM_ERROR, WHOLE, Limits, Unit
 from .precise import precise_stacks
@@ -75,7 +76,7 @@ class StackSum(IntegerSum):
         shape = (*factor.shape, 2) if factor.dtype.is_complex else factor.shape
         if is_traced() and factor.batch and factor.numel:
             return self._in_a_graph(scales, parts).view(parts, *shape)
-        totals = torch.zeros(parts, math.prod(shape), dtype=self._unit.dtype, device=factor.device)
+        totals = recycled((parts, math.prod(shape)), self._unit.dtype, factor.device).zero_()
         each = factor.batch // parts
         if totals.numel() and each:
             for some, stack in precise_stacks(factor, self._space):

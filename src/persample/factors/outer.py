@@ -13,7 +13,8 @@ from ..kernels.devices import can_look, has_fast_float64, launches_cost
 from ..kernels.differentiable import is_differentiable
 from ..kernels.gram import BLOCK, terms_in
 from ..kernels.norms import root, row_norms, wide, widest
-from ..numberless import storage_of
+from ..kernels.pages import recycled
+from ..numberless import faking, storage_of
 from .base import Factor, Selection, Shape
 from .integer_sums import STACK_ELEMENTS, STACK_POSITIONS, IntegerSum, ProductSum
 from .limits import Unit, gram_bounds, roundoff
@@ -255,7 +256,7 @@ class Outer(Factor):
         if self.integer_sum_needs_stack:
             return super().integer_sum(unit, space)
         sides, bounds = (self.left, self.right), self.norm_bounds(space)
-        return ProductSum(sides, self.side_norms, _sums_of_parts, bounds, unit, space, scale=self.scale)
+        return ProductSum(sides, self.side_norms, _whole_sums, bounds, unit, space, scale=self.scale)
 
     def weighted_sum(self, weights: Tensor, space: Workspace | None = None) -> Tensor:
         """One product (weights · left)ᵀ @ right over all samples and positions."""
@@ -365,6 +366,16 @@ def _sums_of_parts(left: Tensor, right: Tensor, parts: int) -> Tensor:
     rows = len(left) // parts * left.shape[1]
     left, right = (t.reshape(parts, rows, t.shape[-1]) for t in (left, right))
     return torch.bmm(left.mT, right)
+
+
+def _whole_sums(left: Tensor, right: Tensor, parts: int) -> Tensor:
+    """`_sums_of_parts` of whole numbers, which no order of adding up changes, in memory that is used again."""
+    if left.ndim != 3 or faking():
+        return _sums_of_parts(left, right, parts)
+    rows = len(left) // parts * left.shape[1]
+    left, right = (t.reshape(parts, rows, t.shape[-1]) for t in (left, right))
+    out = recycled((parts, left.shape[-1], right.shape[-1]), left.dtype, left.device)
+    return torch.bmm(left.mT, right, out=out)
 
 
 def _summed(left: Tensor, right: Tensor) -> Tensor:
