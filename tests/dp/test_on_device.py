@@ -47,9 +47,9 @@ def test_a_few_million() -> None:
 
 
 @pytest.mark.slow
-def test_a_hundred_million() -> None:
+def test_a_thousand_million() -> None:
     tally = Tally()
-    while tally.count < 10**8:
+    while tally.count < 10**9:
         tally.add(normals(2**17, CPU).numpy())
     tally.check()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from .. import verbs
 from ..params import named
 from .sketches import Sketch, Sketched
 from .store.files import safetensors
-from .store.fingerprints import of_tensors
+from .store.fingerprints import Known
 
 LossesFn = Callable[[nn.Module, Any], Tensor]
 Checkpoint = str | PathLike[str] | Mapping[str, Tensor] | None  # a file, a state, or the model as it is
@@ -43,6 +43,7 @@ class Subject:
     losses_fn: LossesFn
     sketch: Sketch
     params: Mapping[str, Tensor]
+    _known: Known = field(default_factory=Known, repr=False, compare=False)
 
     @classmethod
     def of(cls, model: nn.Module, losses_fn: LossesFn, sketch: Sketch, params: Sequence[str] | None) -> Subject:
@@ -118,7 +119,7 @@ class Subject:
 
     def fingerprint(self) -> str:
         """Of every parameter and buffer as they are now."""
-        return of_tensors({name: t for name, t in self.model.state_dict().items() if isinstance(t, Tensor)})
+        return self._known.of({name: t for name, t in self.model.state_dict().items() if isinstance(t, Tensor)})
 
 
 def read_state(path: Path) -> Mapping[str, Tensor]:
