@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +273,7 @@ def test_a_fit_that_is_killed_leaves_the_one_before(tmp_path: Path, monkeypatch:
 
 BUILDS = """
 import sys, time
+from importlib import import_module
 from pathlib import Path
 from tests.influence.programs import batches_of, index_of
 class Slow(list):
@@ -399,7 +401,7 @@ def test_diverse_selection_is_the_best_with_weights_of_at_least_zero() -> None:
 
 
 def test_exports_for_other_tools(tmp_path: Path) -> None:
-    parquet, faiss = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("faiss")
+    parquet, faiss = import_module("pyarrow.parquet"), import_module("faiss")
     index = index_of(tmp_path / "i").build(
         DATA, chunk_bytes=CHUNK["float32"], ids_fn=lambda b: (b[0][:, 0] * 1e6).long()
     )
