@@ -130,7 +130,9 @@ def _package(module: str, package: str, format: str) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
-        raise ImportError(f"export to {format} needs the package {package}: pip install {package}, or 'persample[export]'") from error
+        raise ImportError(
+            f"export to {format} needs the package {package}: pip install {package}, or 'persample[export]'"
+        ) from error
 
 
 FORMATS: dict[str, Callable[[Folder, Path, int], None]] = {"npy": _to_npy, "parquet": _to_parquet, "faiss": _to_faiss}
