@@ -99,6 +99,10 @@ def check_sums(factor: Factor, want: Tensor, space: Workspace | None, rtol: floa
     assert_near(factor.weighted_sum(weights, space), mean, size, rtol)
     if (sides := factor.sides_of_sum(weights)) is not None:
         assert_near((sides[0].t() @ sides[1]).view(mean.shape), mean, size, rtol)
+    direction = numbers(factor.dtype, *want.shape[1:])
+    products, sum_beside = factor.dot_and_sum(direction, weights, space)
+    assert_near(products, flat(want) @ flat(direction.unsqueeze(0)).squeeze(0), size * (1 + direction.norm()), rtol)
+    assert_near(sum_beside, mean, size, rtol)
     assert_near(bounded_sum(factor, weights, space), mean, size, rtol)
     assert_near(factor.sum_squares(None, space), want.abs().square().sum(0), size**2, rtol)
     squares = (want - want.sum(0) / max(B, 1)).abs().square().sum(0)  # around the mean, whatever the center

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from persample import influence as pi
+from persample.factors import Factor
 
 Batch = tuple[Tensor, Tensor]
 
@@ -233,3 +234,35 @@ def test_validation_losses_may_interact() -> None:
     run = pi.InRun(model, validation, centred, lr=0.1)
     run.backward(losses_fn(model, train), torch.arange(7))
     torch.testing.assert_close(run.values(), 0.5 * 0.1 * reference(model, train, validation))
+
+
+class Long(nn.Module):
+    """Layers with many positions, whose gradients are written out for both the products and the sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.per_pixel = nn.Conv2d(2, 6, 3, padding=1), nn.Linear(6, 5)
+        self.grouped, self.last = nn.Conv2d(6, 6, 3, groups=3), nn.Linear(5, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.grouped(torch.tanh(self.conv(x))))
+        return self.last(torch.tanh(self.per_pixel(x.flatten(2).mT)).mean(1))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_layers_with_many_positions(kind: type[torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(2)
+    model = Long().double()
+    x, y = torch.randn(12, 2, 14, 14).double(), torch.arange(12) % 4
+    train, validation, plain = (x[:9], y[:9]), (x[9:], y[9:]), copy.deepcopy(model)
+    asked, stacks = [], Factor._dot_and_sum_of_stacks
+    monkeypatch.setattr(Factor, "_dot_and_sum_of_stacks", lambda f, *given: asked.append(f.shape) or stacks(f, *given))
+    optimizer = kind(model.parameters(), lr=0.1)
+    run = pi.InRun(model, validation, losses_fn, optimizer=optimizer)
+    losses_fn(plain, train).mean().backward()
+    scale = {n: 1 / (p.grad.abs() + 1e-8) for n, p in plain.named_parameters()} if kind is torch.optim.AdamW else None
+    run.backward(losses_fn(model, train), torch.arange(9))
+    torch.testing.assert_close(run.values(), 0.1 * reference(plain, train, validation, scale))
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+    assert (torch.Size([5, 6]) in asked) == (kind is torch.optim.SGD)  # the first step of Adam takes the sum before

@@ -132,6 +132,23 @@ class Factor(ABC):
         products = [real_rows(stack) @ columns for _, stack in self.stacks(space or Workspace())]
         return torch.cat(products) if products else columns.new_zeros(0, len(directions))
 
+    def dot_and_sum(self, direction: Tensor, weights: Tensor, space: Workspace | None = None) -> tuple[Tensor, Tensor]:
+        """(B,) and (*shape): `dot` with one direction, and `weighted_sum`."""
+        return self.dot(direction.unsqueeze(0), space).squeeze(1), self.weighted_sum(weights, space)
+
+    def _dot_and_sum_of_stacks(
+        self, direction: Tensor, weights: Tensor, space: Workspace | None
+    ) -> tuple[Tensor, Tensor]:
+        """`dot_and_sum` of gradients that are written out once for both."""
+        total = torch.zeros(self.shape, dtype=wide(self.dtype), device=self.device)
+        into, products = real_rows(total.unsqueeze(0)), []
+        column = real_rows(direction.to(total.dtype).unsqueeze(0)).squeeze(0)
+        for some, stack in self.stacks(space or Workspace()):
+            rows = real_rows(stack)
+            products.append(rows @ column)
+            into.addmm_(weights[some].to(rows.dtype).unsqueeze(0), rows)
+        return torch.cat(products) if products else column.new_zeros(0), total
+
     def sides_of_sum(self, weights: Tensor) -> tuple[Tensor, Tensor] | None:
         """Matrices (r, n) and (r, m) whose product leftᵀ · right is `weighted_sum`, if they cost less than it does."""
         return None

@@ -129,6 +129,13 @@ class View(Factor):
     def dot(self, directions: Tensor, space: Workspace | None = None) -> Tensor:
         return self.base.dot(self.rearrange.adjoint(directions), space)
 
+    def dot_and_sum(self, direction: Tensor, weights: Tensor, space: Workspace | None = None) -> tuple[Tensor, Tensor]:
+        if not self.rearrange.is_lossless:
+            return super().dot_and_sum(direction, weights, space)
+        of_base = self.rearrange.adjoint(direction.unsqueeze(0)).squeeze(0)
+        products, total = self.base.dot_and_sum(of_base, weights, space)
+        return products, total if isinstance(self.rearrange, Cast) else self.rearrange(total.unsqueeze(0)).squeeze(0)
+
     def gram(self, other: Factor, space: Workspace | None = None) -> Tensor:
         if self.rearrange.is_lossless and isinstance(other, View) and other.rearrange == self.rearrange:
             return self.base.gram(other.base, space)

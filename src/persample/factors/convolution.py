@@ -286,6 +286,12 @@ class Convolution(Factor):
         products = [(dy * convolve(x, v.to(dtype), self.geometry)).flatten(1).sum(1) for v in directions]
         return torch.stack(products, 1) if products else dy.new_zeros(self.batch, 0)
 
+    def dot_and_sum(self, direction: Tensor, weights: Tensor, space: Workspace | None = None) -> tuple[Tensor, Tensor]:
+        """Gradients of many positions and few elements are written out for the price of their sum."""
+        if self.x.numel() and self.prefers_stack(reused=True):
+            return self._dot_and_sum_of_stacks(direction, weights, space)
+        return super().dot_and_sum(direction, weights, space)
+
     def compress(self, left: Tensor, right: Tensor, space: Workspace | None = None) -> Tensor:
         """Σ_t (leftᵀ dy_t) ⊗ (rightᵀ patch_t): an input convolved with the columns of ``right`` needs no patches."""
         if not self._compresses_images(left, right):

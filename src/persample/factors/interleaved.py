@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..kernels.devices import can_look
 from ..kernels.norms import row_norms, wide, widest
+from ..kernels.products import inner_products
 from ..numberless import has_numbers
 from .base import Factor, Selection, Shape
 from .combine import View
@@ -20,7 +21,7 @@ from .deferred import Deferred
 from .dense import Dense
 from .forms import form_of
 from .moments import Sides, added, empty_moments, sum_of
-from .outer import Outer, inner_products
+from .outer import Outer
 from .rearrange import Permute
 from .rows import Rows
 from .stacks import squares

@@ -13,8 +13,8 @@ from ..kernels.devices import can_look, has_fast_float64, launches_cost
 from ..kernels.differentiable import is_differentiable
 from ..kernels.gram import BLOCK, terms_in
 from ..kernels.norms import root, row_norms, wide, widest
-from ..kernels.pages import recycled
-from ..numberless import faking, storage_of
+from ..kernels.products import inner_products, sums_of_parts, sums_of_products, whole_sums
+from ..numberless import storage_of
 from .base import Factor, Selection, Shape
 from .integer_sums import STACK_ELEMENTS, STACK_POSITIONS, IntegerSum, ProductSum
 from .limits import Unit, gram_bounds, roundoff
@@ -256,17 +256,17 @@ class Outer(Factor):
         if self.integer_sum_needs_stack:
             return super().integer_sum(unit, space)
         sides, bounds = (self.left, self.right), self.norm_bounds(space)
-        return ProductSum(sides, self.side_norms, _whole_sums, bounds, unit, space, scale=self.scale)
+        return ProductSum(sides, self.side_norms, whole_sums, bounds, unit, space, scale=self.scale)
 
     def weighted_sum(self, weights: Tensor, space: Workspace | None = None) -> Tensor:
         """One product (weights · left)ᵀ @ right over all samples and positions."""
-        return _summed(*self._weighted(weights))
+        return sums_of_products(*self._weighted(weights))
 
     def weighted_sums_of_parts(self, count: int, weights: Tensor, space: Workspace) -> Sequence[Tensor]:
         """One batched product for all parts."""
         if self.left.ndim != 3:
             return super().weighted_sums_of_parts(count, weights, space)
-        return separated(_sums_of_parts(*self._weighted(weights.repeat(count)), count))
+        return separated(sums_of_parts(*self._weighted(weights.repeat(count)), count))
 
     def _weighted(self, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Both sides in float32 or wider, the smaller one times weights and scale."""
@@ -299,6 +299,12 @@ class Outer(Factor):
             return _products_with_many(left.squeeze(1), right.squeeze(1), directions, space) * self.scale
         products = [(left * (right @ v.mT)).flatten(1).sum(1) for v in directions]
         return torch.stack(products, 1) * self.scale if products else left.new_zeros(self.batch, 0)
+
+    def dot_and_sum(self, direction: Tensor, weights: Tensor, space: Workspace | None = None) -> tuple[Tensor, Tensor]:
+        """A stack takes the multiplications of one of the two."""
+        if self.positions and self.prefers_stack(reused=True):
+            return self._dot_and_sum_of_stacks(direction, weights, space)
+        return super().dot_and_sum(direction, weights, space)
 
     def sides_of_sum(self, weights: Tensor) -> tuple[Tensor, Tensor] | None:
         rows, p, d = self.batch * self.positions, self.left.shape[-1], self.right.shape[-1]
@@ -354,54 +360,3 @@ def _products_with_many(left: Tensor, right: Tensor, directions: Tensor, space: 
         read = right @ few.flatten(0, 1).t()
         products.append(torch.bmm(read.unflatten(1, few.shape[:2]), left.unsqueeze(2)).squeeze(2))
     return torch.cat(products, 1)
-
-
-def _sums_of_parts(left: Tensor, right: Tensor, parts: int) -> Tensor:
-    """(parts, ...): Σ_bt left[b, ..., t] ⊗ right[b, ..., t] over each of so many equal parts of the samples."""
-    if parts == 1:
-        return _summed(left, right).unsqueeze(0)
-    if left.ndim != 3:
-        pairs = zip(left.chunk(parts), right.chunk(parts), strict=True) if len(left) else [(left, right)] * parts
-        return torch.stack([_summed(a, b) for a, b in pairs])
-    rows = len(left) // parts * left.shape[1]
-    left, right = (t.reshape(parts, rows, t.shape[-1]) for t in (left, right))
-    return torch.bmm(left.mT, right)
-
-
-def _whole_sums(left: Tensor, right: Tensor, parts: int) -> Tensor:
-    """`_sums_of_parts` of whole numbers, which no order of adding up changes, in memory that is used again."""
-    if left.ndim != 3 or faking():
-        return _sums_of_parts(left, right, parts)
-    rows = len(left) // parts * left.shape[1]
-    left, right = (t.reshape(parts, rows, t.shape[-1]) for t in (left, right))
-    out = recycled((parts, left.shape[-1], right.shape[-1]), left.dtype, left.device)
-    return torch.bmm(left.mT, right, out=out)
-
-
-def _summed(left: Tensor, right: Tensor) -> Tensor:
-    """Σ_bt left[b, ..., t] ⊗ right[b, ..., t]."""
-    if left.ndim == 3:
-        return _all_positions(left, right)
-    return torch.einsum("b...tp,b...td->...pd", left, right)
-
-
-def _all_positions(left: Tensor, right: Tensor) -> Tensor:
-    """Σ_bt left[b, t] ⊗ right[b, t] as one product, in the order in which the longer of both lies in memory."""
-    larger = max(left, right, key=Tensor.numel)
-    if not larger.is_contiguous() and larger.transpose(0, 1).is_contiguous():
-        left, right = left.transpose(0, 1), right.transpose(0, 1)
-    return left.flatten(0, 1).t() @ right.flatten(0, 1)
-
-
-def inner_products(a: Tensor, b: Tensor) -> Tensor:
-    """(N, d), (M, d) -> (N, M) in float64: of unit vectors in their own precision, and scaled, to stay in range."""
-    if is_differentiable():  # the norm of a row of zeros has no second derivative
-        return a.to(widest(a.device)) @ b.to(widest(b.device)).t()
-    (unit_a, long_a), (unit_b, long_b) = _unit(a), _unit(b)
-    return (unit_a @ unit_b.t()).to(long_a.dtype) * long_a.unsqueeze(1) * long_b
-
-
-def _unit(rows: Tensor) -> tuple[Tensor, Tensor]:
-    norms = row_norms(rows)
-    scale = torch.where(norms > 0, norms, 1)
-    return (rows.to(norms.dtype) / scale.unsqueeze(1)).to(wide(rows.dtype)), scale

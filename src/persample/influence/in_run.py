@@ -16,7 +16,7 @@ from ..graph.read.saved import late_hooks
 from ..params import named
 from ..verbs import reduce
 from .files import load_plain, save_whole
-from .validation import Gradient, ValuesAndMean, as_sides, by_autograd, times, written
+from .validation import Gradient, ValuesAndMean, are_mostly_sides, as_sides, by_autograd, times, written
 
 LossesFn = Callable[[nn.Module, Any], Tensor]
 
@@ -122,7 +122,7 @@ class InRun:
             "every": self.every,
             "totals": self._totals.clone(),
             "times": self._times.clone(),
-            "gradient": {name: written(g, params[name]).clone() for name, g in self._gradient.items()},
+            "gradient": {name: written(g, params[name].shape).clone() for name, g in self._gradient.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -158,7 +158,8 @@ class InRun:
                 raise ValueError(f"losses_fn must return one loss per validation example, of shape (B,), not {got}")
             found = as_sides(losses, params) if self._has_sides else None
             if found is None:
-                found, self._has_sides = by_autograd(losses, params), False
+                found = by_autograd(losses, params)
+            self._has_sides = are_mostly_sides(found)
         return {name: found.get(name, torch.zeros_like(p)) for name, p in params.items()}
 
     def _direction(self, params: Mapping[str, Tensor]) -> dict[str, Gradient] | None:
@@ -187,7 +188,7 @@ class InRun:
                     return None
                 if second is None:
                     second = sums[name].square() if sums is not None and name in sums else torch.ones_like(p)
-                direction[name] = float(group["lr"]) * written(g, p) / (second.sqrt() + group["eps"])
+                direction[name] = float(group["lr"]) * written(g, p.shape) / (second.sqrt() + group["eps"])
             else:
                 direction[name] = times(g, _step_size(self.optimizer, group))
         return direction

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from .._errors import InteractionError, PerformanceWarning, UnsupportedError
-from ..factors import Factor
+from ..factors import Factor, Workspace
 from ..reductions import Call, Reduction
 from ..verbs import reduce
 
@@ -28,20 +28,33 @@ class ValuesAndMean(Reduction):
         self._weights = torch.full_like(self._values, 1 / call.batch)
 
     def add(self, name: str, factor: Factor) -> None:
-        space = self._call.space
-        if self.direction is not None:
-            direction = self.direction[name]
-            if isinstance(direction, Tensor):
-                products = factor.dot(direction.to(factor.device).unsqueeze(0), space).squeeze(1)
-            else:
-                left, right = (side.to(factor.device) for side in direction)
-                products = factor.dot_product(left, right, space)
-            self._values += products.to(self._values)
-        if self.with_mean:
-            self._sums[name] = factor.weighted_sum(self._weights, space)
+        space, weights = self._call.space, self._weights
+        if self.direction is None:
+            self._sums[name] = factor.weighted_sum(weights, space)
+            return
+        direction = _on(factor.device, self.direction[name])
+        if self.with_mean and (isinstance(direction, Tensor) or factor.prefers_stack(reused=True)):
+            direction = written(direction, factor.shape)
+            products, self._sums[name] = factor.dot_and_sum(direction, weights, space)
+        else:
+            products = _products(factor, direction, space)
+            if self.with_mean:
+                self._sums[name] = factor.weighted_sum(weights, space)
+        self._values += products.to(self._values)
 
     def result(self) -> tuple[Tensor, dict[str, Tensor]]:
         return self._values, self._sums
+
+
+def _on(device: torch.device, gradient: Gradient) -> Gradient:
+    return gradient.to(device) if isinstance(gradient, Tensor) else (gradient[0].to(device), gradient[1].to(device))
+
+
+def _products(factor: Factor, direction: Gradient, space: Workspace) -> Tensor:
+    """(B,): the inner product of every gradient with a direction."""
+    if isinstance(direction, Tensor):
+        return factor.dot(direction.unsqueeze(0), space).squeeze(1)
+    return factor.dot_product(*direction, space)
 
 
 class _Mean(Reduction):
@@ -79,9 +92,15 @@ def by_autograd(losses: Tensor, params: Mapping[str, Tensor]) -> dict[str, Gradi
     return {name: g.to_dense() for name, g in zip(params, grads, strict=True) if g is not None}
 
 
-def written(gradient: Gradient, p: Tensor) -> Tensor:
+def are_mostly_sides(gradients: Mapping[str, Gradient]) -> bool:
+    """Are at least half of all elements not written out? Otherwise autograd costs less."""
+    kept = sum(g[0].shape[1] * g[1].shape[1] for g in gradients.values() if not isinstance(g, Tensor))
+    return kept >= sum(g.numel() for g in gradients.values() if isinstance(g, Tensor))
+
+
+def written(gradient: Gradient, shape: Sequence[int]) -> Tensor:
     """A gradient with the shape of its parameter."""
-    return gradient if isinstance(gradient, Tensor) else (gradient[0].t() @ gradient[1]).view(p.shape)
+    return gradient if isinstance(gradient, Tensor) else (gradient[0].t() @ gradient[1]).view(shape)
 
 
 def times(gradient: Gradient, number: float) -> Gradient:
