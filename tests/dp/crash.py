@@ -62,7 +62,7 @@ def arrange(where: str, step: int, trained: dp.Private) -> None:
         if where == "after account" and at(step, trained, True):
             die()
         noise(sums, *rest, **more)
-        print(float(sums[0].flatten()[0]), flush=True)
+        print(float(sums[0].goal.flatten()[0]), flush=True)
 
     def half(tensors: Any, path: Path, metadata: Any) -> None:
         if at(step, trained, False):

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from persample import dp
 from persample.dp import mechanism as module
+from persample.dp.noise import Sum
 from tests.dp.helpers import dataset, losses_of, network, plan, private
 
 
@@ -34,9 +34,9 @@ def drawn(tell: Callable[[float], object] | None = None) -> Iterator[list[float]
     found: list[float] = []
     add_noise = module.add_noise
 
-    def drawing(sums: list[Tensor], *rest: Any) -> None:
+    def drawing(sums: list[Sum], *rest: Any) -> None:
         add_noise(sums, *rest)
-        found.append(float(sums[0].flatten()[0]))
+        found.append(float(sums[0].goal.flatten()[0]))
         if tell is not None:
             tell(found[-1])
 

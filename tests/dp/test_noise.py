@@ -6,6 +6,7 @@ All seeds are fixed, but for the secure source, which has none: there, bounds ar
 from __future__ import annotations
 
 import math
+import os
 from itertools import pairwise
 
 import numpy as np
@@ -14,7 +15,8 @@ import torch
 from scipy.stats import chi2, kstest, norm
 from torch import Tensor
 
-from persample.dp.noise import BLOCK, Scale, add_noise, blocks_before, shares
+from persample.dp.noise import BLOCK, Scale, Sum, add_noise, blocks_before, shares
+from persample.dp.normals import Numbers
 from persample.dp.sources import Secure, Seeded, Source, make_source
 
 SOURCES = [Seeded(0), Secure()]
@@ -201,3 +203,55 @@ def test_shares_have_the_noise_of_one_process() -> None:
     for share in shares(size, 2):
         add_noise([parts[share.start : share.stop]], scale, Seeded(0), 3, first_block=blocks_before(share.start))
     assert torch.equal(whole, parts)
+
+
+@pytest.mark.parametrize("divisor", [1.0, 3.0, 25.6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_noisy_sums_go_elsewhere_over_a_divisor_as_if_it_were_done_later(dtype: torch.dtype, divisor: float) -> None:
+    """Bit by bit, whatever the unit: of several sums in one block, and of one in several."""
+    sizes, units = [3, 0, BLOCK + 5, 7], [2.0**-9, 1.0, 2.0**-30, 4.0]
+    whole = [torch.randint(-(2**30), 2**30, (size,)).double() for size in sizes]
+    scale = Scale(0.3, 1.1, sum(sizes))
+    later = [numbers * unit for numbers, unit in zip(whole, units, strict=True)]
+    add_noise(later, scale, Seeded(0), 3)
+    sums = [
+        Sum(numbers.clone(), unit, torch.full_like(numbers, torch.nan, dtype=dtype), divisor)
+        for numbers, unit in zip(whole, units, strict=True)
+    ]
+    add_noise(sums, scale, Seeded(0), 3)
+    for each, want in zip(sums, later, strict=True):
+        assert each.goal.dtype == dtype
+        assert torch.equal(each.goal, (want / divisor).to(dtype))
+
+
+def test_what_fails_in_one_thread_fails() -> None:
+    class Failing(Seeded):
+        def normals(self, number: int, block: int, out: Numbers) -> None:
+            if block == 1:
+                raise MemoryError("block 1")
+            super().normals(number, block, out)
+
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            with pytest.raises(MemoryError, match="block 1"):
+                add_noise([torch.zeros(5 * BLOCK)], Scale(1.0, 1.0, 5 * BLOCK), Failing(0), 0)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_fork_has_threads_of_its_own() -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        scale, (here, there) = Scale(1.0, 1.0, 3 * BLOCK), torch.zeros(2, 3 * BLOCK)
+        add_noise([here], scale, Seeded(0), 0)
+        child = os.fork()
+        if child == 0:  # in which PyTorch's own threads are not there, either
+            add_noise([there], scale, Seeded(0), 0)
+            os._exit(0 if np.array_equal(there.numpy(), here.numpy()) else 1)
+        assert os.waitpid(child, 0)[1] == 0
+    finally:
+        torch.set_num_threads(before)

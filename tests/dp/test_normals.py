@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from scipy.stats import binom, chi2, kstest, norm
 
 from persample.dp import sources
 from persample.dp.noise import BLOCK
-from persample.dp.normals import Numbers, Stream, Words, _uniforms, fill, layers
+from persample.dp.normals import Numbers, Stream, _uniforms, fill, layers
 from persample.dp.sources import Secure, Seeded, secret_words
 
 ALARM = 1e-9
@@ -31,10 +32,7 @@ def words_of(seed: int) -> Stream:
     """Words that come again."""
     generator = np.random.Generator(np.random.SFC64(seed))
 
-    def write(words: Words) -> None:
-        words[:] = generator.integers(-(2**63), 2**63, len(words), dtype=np.int64)
-
-    return write
+    return lambda size: generator.integers(-(2**63), 2**63, size, dtype=np.int64)
 
 
 class Tally:
@@ -127,11 +125,7 @@ def test_all_words_of_the_lowest_layer_and_the_tail() -> None:
     """Words of one layer alone: the tail is that of a normal number of which it is known that it lies there."""
     some = words_of(0)
 
-    def lowest(words: Words) -> None:
-        some(words)
-        words &= ~np.int64(1023)
-
-    z, end = drawn(400_000, lowest), layers().end
+    z, end = drawn(400_000, lambda size: some(size) & ~np.int64(1023)), layers().end
     tail = np.abs(z[np.abs(z) > end])
     area = math.sqrt(math.pi / 2) * math.erfc(end / math.sqrt(2))
     share = area / (area + end * layers().high[0])
@@ -164,23 +158,29 @@ def test_streams_of_words_never_come_again(size: int, with_package: bool, monkey
     if with_package:
         pytest.importorskip("cryptography")
     else:
-        monkeypatch.setattr(sources, "_CIPHERS", None)
+        monkeypatch.setattr(sources, "_AES", None)
     here, there = secret_words(), secret_words()
-    found = [np.zeros(size, dtype=np.int64) for _ in range(4)]
-    for stream, words in zip([here, here, there, there], found, strict=True):
-        stream(words)
-    every = np.concatenate(found)
+    every = np.concatenate([stream(size).copy() for stream in (here, here, there, there)])
+    assert len(every) == 4 * size
     assert len(np.unique(every)) == len(every)
     ones = np.unpackbits(every.view(np.uint8)).sum()
     assert abs(int(ones) - 32 * len(every)) < norm.isf(ALARM / 2) * math.sqrt(64 * len(every)) / 2 + 1
 
 
 def test_aes_is_aes() -> None:
-    """The first block under a key of zeros is known (NIST's KAT vectors for AES-256 in counter mode from zero)."""
+    """The first block under a key of zeros is known (test case 14 of McGrew and Viega's "The Galois/Counter Mode")."""
     pytest.importorskip("cryptography")
-    words = np.zeros(4, dtype=np.int64)
-    sources._by_aes(bytes(32))(words)
-    assert words.tobytes()[:16].hex() == "dc95c078a2408989ad48a21492842087"
+    stream = sources._by_aes(bytes(32))
+    assert stream(4).tobytes()[:16].hex() == "cea7403d4d606b6e074ec5d3baf39d18"
+    assert stream(4).tobytes()[:16].hex() != "cea7403d4d606b6e074ec5d3baf39d18"
+
+
+def test_without_a_package_that_writes_into_given_memory_the_system_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cryptography")
+    monkeypatch.setattr(sources, "import_module", lambda name: SimpleNamespace(AESGCM=object))
+    assert sources._find_aes() is None
+    monkeypatch.setattr(sources, "find_spec", lambda name: None)
+    assert sources._find_aes() is None
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -216,7 +216,4 @@ def test_noise_is_secure_unless_there_is_a_seed() -> None:
 
 @pytest.mark.parametrize("word", [-(2**63), -1, 0, 1, 2**63 - 1])
 def test_uniforms_are_never_zero_nor_one(word: int) -> None:
-    def write(words: Words) -> None:
-        words[:] = word
-
-    assert 0 < _uniforms(1, write)[0] < 1
+    assert 0 < _uniforms(1, lambda size: np.full(size, word))[0] < 1

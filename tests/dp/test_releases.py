@@ -62,7 +62,7 @@ FAILURES: dict[str, Patch] = {
     "interrupted before noise": lambda m: m.setattr(module, "add_noise", raising(KeyboardInterrupt())),
     "interrupted after noise": lambda m: m.setattr(module, "add_noise", after_drawing(KeyboardInterrupt())),
     "communication fails": lambda m: m.setattr(dp.Team, "release", raising(RuntimeError("gone"))),
-    "p.grad cannot be written": lambda m: m.setattr(sums, "_over", raising(RuntimeError("out of memory"))),
+    "p.grad cannot be written": lambda m: m.setattr(sums, "_place", raising(RuntimeError("out of memory"))),
 }
 
 

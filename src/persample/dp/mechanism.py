@@ -13,7 +13,7 @@ from ..reductions.exact import ExactClippedSum
 from .clips import Clipper
 from .correlated.memory import Memory
 from .correlated.stream import Stream
-from .noise import Scale, add_noise
+from .noise import Scale, Sum, add_noise
 from .plan import Plan
 from .sampling import most_samples
 from .sources import Source
@@ -29,16 +29,19 @@ class _Noisy:
     source: Source
     number: int
     memory: Memory | None
-    exact: bool  # without noise there is no grid, either
 
     @property
     def is_remembered(self) -> bool:
         return self.memory is not None
 
     def __call__(self, sums: Sequence[Whole], stream: int = 0, first_block: int = 0) -> Line:
-        line = Line.of(sums, None if self.exact else self.scale.grid)
-        add_noise(line.tensors, self.scale, self.source, self.number, stream, self.memory, first_block)
-        return line
+        if self.scale.noise_multiplier == 0:  # then there is no grid, either
+            return Line.of(sums, None)
+
+        def add(to: Sequence[Sum]) -> None:
+            add_noise(to, self.scale, self.source, self.number, stream, self.memory, first_block)
+
+        return Line.of(sums, self.scale.grid, add)
 
 
 class Mechanism:
@@ -100,7 +103,7 @@ class Mechanism:
         )
 
         memory = None if self.stream is None else self.stream.memory
-        released = self._team.release(sums, _Noisy(scale, source, number, memory, self._plan.noise == 0))
+        released = self._team.release(sums, _Noisy(scale, source, number, memory))
         if counted:
             self._clipper.follow(released.tensors[-1][-counted:].clone())
         self.noise_std = scale.std / self._plan.batch_size

@@ -9,10 +9,13 @@ a device has no float64 sums are copied to the host and back.
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -64,11 +67,43 @@ class Scale:
         return self.noise_multiplier * whole * self.factor
 
 
+class Sum(NamedTuple):
+    """Numbers in a unit, in a contiguous tensor; where they go with noise, over a divisor: by default in their place.
+
+    The numbers may be overwritten in any case.
+    """
+
+    numbers: Tensor
+    unit: float = 1.0  # a power of two
+    into: Tensor | None = None  # of any real dtype
+    divisor: float = 1.0
+
+    def flat(self) -> Sum:
+        """The same in one dim, of real numbers."""
+        numbers, into = (_flat(t) for t in (self.numbers, self.numbers if self.into is None else self.into))
+        return self._replace(numbers=numbers, into=into)
+
+    @property
+    def goal(self) -> Tensor:
+        """Where the result goes."""
+        return self.numbers if self.into is None else self.into
+
+    def part(self, start: int, stop: int) -> Sum:
+        """A range of numbers, of those that are `flat`."""
+        return self._replace(numbers=self.numbers[start:stop], into=self.goal[start:stop])
+
+
+def _flat(t: Tensor) -> Tensor:
+    if not t.is_contiguous():
+        raise ValueError("noise is added in place, to contiguous tensors")
+    return (torch.view_as_real(t) if t.is_complex() else t).detach().view(-1)
+
+
 _STREAM = 2**40  # blocks between the noise of one process and the next
 
 
 def add_noise(
-    sums: Sequence[Tensor],
+    sums: Sequence[Tensor | Sum],
     scale: Scale,
     source: Source,
     step: int,
@@ -76,7 +111,7 @@ def add_noise(
     memory: Memory | None = None,
     first_block: int = 0,
 ) -> None:
-    """Round the sums to the grid and add the noise of one step, in place.
+    """Round the sums to the grid and add the noise of one step, in place or to where they are to go.
 
     Processes that each add noise to a part of the sums use a ``stream`` of their own, or one stream from different
     blocks on. Numbers are worked on in float64 and blocks that do not depend on how many threads share the work. With a
@@ -84,11 +119,9 @@ def add_noise(
     """
     if scale.noise_multiplier == 0:
         return
-    if any(not t.is_contiguous() for t in sums):
-        raise ValueError("noise is added in place, to contiguous tensors")
-    flat = [(torch.view_as_real(t) if t.is_complex() else t).detach().view(-1) for t in sums]
+    flat = [(each if isinstance(each, Sum) else Sum(each)).flat() for each in sums]
     noise = Noise(scale, source, step, stream * _STREAM + first_block, memory)
-    if any(t.device.type != "cpu" for t in flat):
+    if any(each.numbers.device.type != "cpu" for each in flat):
         _add_elsewhere(flat, noise)
     else:
         blocks = list(_blocks(flat, BLOCK))
@@ -146,40 +179,58 @@ def _for_each(do: Callable[[int], None], blocks: Sequence[int]) -> None:
         for block in blocks[first::workers]:
             do(block)
 
-    if workers == 1:
+    others = [_threads(workers - 1).submit(do_share, first) for first in range(1, workers)]
+    try:
         do_share(0)
-        return
-    with ThreadPoolExecutor(workers - 1) as pool:
-        others = pool.map(do_share, range(1, workers))
-        do_share(0)
-        list(others)  # raises what they have raised
+    finally:
+        wait(others)
+    for other in others:
+        other.result()  # raises what it has raised
 
 
-def _add_by_numpy(parts: Sequence[Tensor], noise: Noise, block: int) -> None:
+@lru_cache(maxsize=1)
+def _threads(count: int) -> ThreadPoolExecutor:
+    """Threads that are kept, as starting one takes as long as a block."""
+    return ThreadPoolExecutor(count, thread_name_prefix="noise")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_threads.cache_clear)  # a fork has none of them
+
+
+def _add_by_numpy(parts: Sequence[Sum], noise: Noise, block: int) -> None:
     """Add by NumPy, whose threads are started here: PyTorch would start more inside of each."""
-    noisy, values = _buffers(sum(len(part) for part in parts))
-    given = [part.numpy() for part in parts]  # the parts themselves
+    noisy, values = _buffers(sum(len(part.numbers) for part in parts))
     noise.fill(noisy, block)
-    ends = np.cumsum([len(part) for part in parts]).tolist()
-    for numbers, end in zip(given, ends, strict=True):
-        np.multiply(numbers, 1 / noise.scale.grid, out=values[end - len(numbers) : end])
+    grid, ends = noise.scale.grid, np.cumsum([len(part.numbers) for part in parts]).tolist()
+    for part, end in zip(parts, ends, strict=True):
+        numbers = part.numbers.numpy()
+        np.multiply(numbers, part.unit / grid, out=values[end - len(numbers) : end])
     np.rint(values, out=values)
     noisy += values
-    for numbers, end in zip(given, ends, strict=True):
-        np.multiply(noisy[end - len(numbers) : end], noise.scale.grid, out=numbers, casting="same_kind")
+    for part, end in zip(parts, ends, strict=True):
+        goal = part.goal.numpy()  # the tensor itself
+        some = noisy[end - len(goal) : end]
+        if part.divisor == 1:
+            np.multiply(some, grid, out=goal, casting="same_kind")
+        else:
+            np.divide(some, part.divisor / grid, out=goal, casting="same_kind")  # rounded as if it were done in two
 
 
-def _add_elsewhere(flat: Sequence[Tensor], noise: Noise) -> None:
+def _add_elsewhere(flat: Sequence[Sum], noise: Noise) -> None:
     """Add noise to sums that are not all on the CPU: many blocks at a time, in memory that is written once."""
     grid = noise.scale.grid
     for turn, parts in enumerate(_blocks(flat, _AT_A_TIME * BLOCK)):
-        places = [part.device if has_float64(part.device) else torch.device("cpu") for part in parts]
-        drawn = _drawn(noise, turn * _AT_A_TIME, sum(len(part) for part in parts), set(places))
-        for part, place, each in zip(parts, places, drawn.split([len(part) for part in parts]), strict=True):
-            sums = part.to(place, torch.float64)  # the part itself, if it is like that
-            sums.mul_(1 / grid).round_().add_(each.to(place)).mul_(grid)
-            if sums is not part:
-                part.copy_(sums)
+        devices = [part.numbers.device for part in parts]
+        places = [device if has_float64(device) else torch.device("cpu") for device in devices]
+        drawn = _drawn(noise, turn * _AT_A_TIME, sum(len(part.numbers) for part in parts), set(places))
+        for part, place, each in zip(parts, places, drawn.split([len(part.numbers) for part in parts]), strict=True):
+            sums = part.numbers.to(place, torch.float64)  # the part itself, if it is like that
+            sums.mul_(part.unit / grid).round_().add_(each.to(place)).mul_(grid)
+            if part.divisor != 1:
+                sums.div_(part.divisor)
+            if sums is not part.goal:
+                part.goal.copy_(sums)
 
 
 def _drawn(noise: Noise, first: int, size: int, devices: set[torch.device]) -> Tensor:
@@ -206,16 +257,16 @@ def _buffers(size: int) -> tuple[Numbers, Numbers]:
     return _kept.buffers[0, :size], _kept.buffers[1, :size]
 
 
-def _blocks(flat: Sequence[Tensor], size: int) -> Iterator[list[Tensor]]:
-    """Slices of the tensors, put end to end, in blocks of equal size; the last one may be smaller."""
-    block: list[Tensor] = []
+def _blocks(flat: Sequence[Sum], size: int) -> Iterator[list[Sum]]:
+    """Slices of the sums, put end to end, in blocks of equal size; the last one may be smaller."""
+    block: list[Sum] = []
     room = size
-    for tensor in flat:
+    for each in flat:
         start = 0
-        while start < len(tensor):
-            part = tensor[start : start + room]
+        while start < len(each.numbers):
+            part = each.part(start, start + room)
             block.append(part)
-            start, room = start + len(part), room - len(part)
+            start, room = start + len(part.numbers), room - len(part.numbers)
             if not room:
                 yield block
                 block, room = [], size

@@ -23,7 +23,7 @@ Numbers = np.ndarray[Any, np.dtype[np.float64]]
 Words = np.ndarray[Any, np.dtype[np.int64]]
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 Places = np.ndarray[Any, np.dtype[np.intp]]
-Stream = Callable[[Words], None]  # writes the next random words
+Stream = Callable[[int], Words]  # so many random words, which are there until more are asked for
 
 _LAYERS = 1024
 _CHUNK = 2**18  # numbers at a time: with fewer, threads spend their time waiting for each other between short calls
@@ -84,8 +84,8 @@ def fill(out: Numbers, stream: Stream) -> None:
 
 def _try(out: Numbers, stream: Stream, table: Layers) -> Places:
     """Write numbers; returns the places of those that have to be drawn again."""
-    words, which, edges, far, outside = _buffers(len(out))
-    stream(words)
+    which, edges, far, outside = _buffers(len(out))
+    words = stream(len(out))
     np.bitwise_and(words, _LAYERS - 1, out=which)
     np.take(table.widths, which, out=edges, mode="wrap")
     np.multiply(words, edges, out=out)
@@ -115,9 +115,7 @@ def _beyond(end: float, count: int, stream: Stream) -> Numbers:
 
 def _uniforms(count: int, stream: Stream) -> Numbers:
     """Between 0 and 1, and neither of them."""
-    words = np.empty(count, dtype=np.int64)
-    stream(words)
-    found: Numbers = (words >> 12).astype(np.float64)
+    found: Numbers = (stream(count) >> 12).astype(np.float64)
     found += 2.0**51 + 0.5  # exact
     found *= _UNIT
     return found
@@ -126,9 +124,9 @@ def _uniforms(count: int, stream: Stream) -> Numbers:
 _kept = threading.local()
 
 
-def _buffers(size: int) -> tuple[Words, Words, Numbers, Numbers, Flags]:
+def _buffers(size: int) -> tuple[Words, Numbers, Numbers, Flags]:
     """Buffers that a thread uses again and again."""
     if not hasattr(_kept, "buffers"):
-        _kept.buffers = np.empty((2, _CHUNK), dtype=np.int64), np.empty((2, _CHUNK)), np.empty(_CHUNK, dtype=np.bool_)
+        _kept.buffers = np.empty(_CHUNK, dtype=np.int64), np.empty((2, _CHUNK)), np.empty(_CHUNK, dtype=np.bool_)
     whole, real, flags = _kept.buffers
-    return whole[0, :size], whole[1, :size], real[0, :size], real[1, :size], flags[:size]
+    return whole[:size], real[0, :size], real[1, :size], flags[:size]

@@ -14,7 +14,7 @@ from ..distributed import Ranks, Spread
 from .binding import trainable
 from .errors import PrivacyError
 from .fingerprints import of_tensors, summary
-from .noise import blocks_before, shares
+from .noise import Sum, blocks_before, shares
 from .sums import Line, Whole
 from .team import AddNoise, Alike, Team
 
@@ -53,7 +53,7 @@ class Several(Team):
             for place, share in enumerate(everything):
                 if share:
                     dist.broadcast(noisy[share.start : share.stop], group=self._ranks.group, group_src=place)
-        return Line([noisy])
+        return Line([Sum(noisy)])
 
     @contextmanager
     def together(self, alike: Alike) -> Iterator[None]:

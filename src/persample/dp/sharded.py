@@ -31,6 +31,7 @@ from ..reductions.exact import ExactClippedSum, ExactSums
 from ..verbs import reduce
 from .binding import trainable
 from .errors import PrivacyError
+from .noise import Sum
 from .several import Several, everybody
 from .sums import Clipped, Line, Whole
 from .team import AddNoise
@@ -136,7 +137,7 @@ class Shards(Several):
             whole if self._is_counted else Whole(torch.zeros_like(whole.numbers), whole.unit) for whole in sums[own:]
         ]
         others = self._noisy_total(counts, add_noise, self.size)
-        return Line([*noisy.tensors, *others.tensors])
+        return Line([Sum(t) for t in (*noisy.tensors, *others.tensors)])
 
     def _with_noise(self, sums: Mapping[str, Whole], add_noise: AddNoise) -> Line:
         """Noise of one stream for each process that makes some; those who hold the same part have one result.
@@ -156,7 +157,7 @@ class Shards(Several):
             with self._explaining_lost_processes():
                 one.from_first(line)
             found.update(zip(one.names, line.split([sizes[name] for name in one.names]), strict=True))
-        return Line([found[name] for name in sums])
+        return Line([Sum(found[name]) for name in sums])
 
     def states(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple, Protocol
 
@@ -16,6 +15,7 @@ from ..kernels.library import end_to_end
 from ..kernels.pages import recycled
 from ..reductions import Clipping
 from .errors import PrivacyError
+from .noise import Sum
 
 
 class Whole(NamedTuple):
@@ -34,28 +34,49 @@ class Whole(NamedTuple):
             return self.numbers.double().mul_(self.unit.size)
         return ((self.numbers + (1 << (shift - 1))) >> shift).double().mul_(grid)
 
+    def flat(self, grid: float | None) -> Sum:
+        """The same in one dim, what is in float64 as it is."""
+        if self.numbers.dtype == torch.float64:
+            return Sum(self.numbers.view(-1), self.unit.size)
+        return Sum(self.on_grid(grid).view(-1))
 
-@dataclass(frozen=True)
+
 class Line:
-    """Sums in float64, put end to end in tensors of one dim, as few as there are."""
+    """Sums in float64, put end to end in tensors of one dim, as few as there are.
 
-    tensors: list[Tensor]
+    Noise, if there is some to come, is added when they are asked for, so that large sums are gone through once.
+    """
+
+    def __init__(self, sums: Sequence[Sum], add_noise: Callable[[Sequence[Sum]], None] | None = None) -> None:
+        self._sums, self._add_noise = sums, add_noise
 
     @classmethod
-    def of(cls, sums: Sequence[Whole], grid: float | None) -> Line:
+    def of(
+        cls, sums: Sequence[Whole], grid: float | None, add_noise: Callable[[Sequence[Sum]], None] | None = None
+    ) -> Line:
         """`Whole.on_grid` of all: neighbours in float64 in one tensor, but large ones on the CPU stay where they are.
 
         May overwrite the numbers.
         """
-        tensors: list[Tensor] = []
+        found: list[Sum] = []
         for (is_joined, _), neighbours in groupby(sums, lambda whole: (_is_joined(whole), whole.numbers.device)):
             some = list(neighbours)
-            tensors += [_joined(some)] if is_joined else [whole.on_grid(grid).view(-1) for whole in some]
-        return cls(tensors)
+            found += [_joined(some)] if is_joined else [whole.flat(grid) for whole in some]
+        return cls(found, add_noise)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The sums."""
+        if self._add_noise is None:
+            self._sums = [Sum(each.numbers if each.unit == 1 else each.numbers.mul_(each.unit)) for each in self._sums]
+        else:
+            self._with_noise(self._sums)
+            self._sums = [Sum(each.numbers) for each in self._sums]
+        return [each.numbers for each in self._sums]
 
     def divided(self, divisor: float, shapes: Iterable[Shape], dtype: torch.dtype) -> list[Tensor]:
         """The first sums over a number, of these shapes and that dtype. The sums may be overwritten."""
-        found, waiting = [], iter([_over(t, divisor, dtype) for t in self.tensors])
+        found, waiting = [], iter(self._over(divisor, dtype))
         mean = next(waiting)
         start, end = _place(mean)
         for shape in shapes:
@@ -66,6 +87,20 @@ class Line:
             start += shape.size
         return found
 
+    def _over(self, divisor: float, dtype: torch.dtype) -> list[Tensor]:
+        """All sums over a number."""
+        if self._add_noise is None:
+            return [_divided(t, divisor, dtype) for t in self.tensors]
+        goals = [each._replace(into=_room_for(each.numbers, dtype), divisor=divisor) for each in self._sums]
+        self._with_noise(goals)
+        return [each.goal for each in goals]
+
+    def _with_noise(self, sums: Sequence[Sum]) -> None:
+        """Add the noise, which is drawn once."""
+        add_noise, self._add_noise = self._add_noise, None
+        assert add_noise is not None
+        add_noise(sums)
+
 
 _LARGE = 2**16  # numbers, which take longer to copy than to be worked on by themselves
 
@@ -75,25 +110,32 @@ def _is_joined(whole: Whole) -> bool:
     return numbers.dtype == torch.float64 and (numbers.device.type != "cpu" or numbers.numel() < _LARGE)
 
 
-def _joined(sums: Sequence[Whole]) -> Tensor:
-    """Sums in float64, end to end, as multiples of 1."""
+def _joined(sums: Sequence[Whole]) -> Sum:
+    """Sums in float64, end to end: in their unit, or as multiples of 1."""
     line = end_to_end([whole.numbers for whole in sums])
     if len({whole.unit.exponent for whole in sums}) == 1:
-        return line.mul_(sums[0].unit.size)
+        return Sum(line, sums[0].unit.size)
     for piece, whole in zip(line.split([whole.numbers.numel() for whole in sums]), sums, strict=True):
         piece.mul_(whole.unit.size)
-    return line
+    return Sum(line)
 
 
-def _over(numbers: Tensor, divisor: float, dtype: torch.dtype) -> Tensor:
-    """Numbers over a divisor, in this dtype: in memory that is used again, as fresh pages cost more than they hold."""
-    if numbers.dtype == dtype or numbers.device.type != "cpu":
-        return numbers.div_(divisor).to(dtype)
-    found = recycled(tuple(numbers.shape), dtype, numbers.device)
+def _divided(numbers: Tensor, divisor: float, dtype: torch.dtype) -> Tensor:
+    """Numbers over a divisor, in this dtype. They may be overwritten."""
+    found = _room_for(numbers, dtype)
+    if found is numbers:
+        return numbers.div_(divisor)
+    if numbers.device.type != "cpu":
+        return found.copy_(numbers.div_(divisor))
     quotients = torch.empty(min(len(numbers), _LARGE), dtype=numbers.dtype)  # which stay in the cache
     for some, into in zip(numbers.split(_LARGE), found.split(_LARGE), strict=True):
         into.copy_(torch.div(some, divisor, out=quotients[: len(some)]))
     return found
+
+
+def _room_for(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Memory for as many numbers of a dtype: their own, or some that is used again, as fresh pages cost more."""
+    return numbers if numbers.dtype == dtype else recycled(tuple(numbers.shape), dtype, numbers.device)
 
 
 def _place(t: Tensor) -> tuple[int, int]:

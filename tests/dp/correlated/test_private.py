@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 import persample as ps
 from persample import dp
 from persample.dp import mechanism as module
+from persample.dp.noise import Sum
 from persample.dp.sources import Seeded
 from tests.dp.correlated import dense
 from tests.dp.correlated.dense import Matrix
@@ -95,9 +95,11 @@ def test_the_sums_are_released_on_the_grid(kind: str) -> None:
     assert stream is not None
     add_noise, seen = module.add_noise, []
 
-    def adding(sums: list[Tensor], *rest: Any) -> None:
-        add_noise(sums, *rest)
-        seen.append(torch.cat(sums) / stream.grid)
+    def adding(sums: list[Sum], *rest: Any) -> None:
+        add_noise([each._replace(into=None, divisor=1.0) for each in sums], *rest)
+        seen.append(torch.cat([each.numbers for each in sums]) / stream.grid)
+        for each in sums:
+            each.goal.copy_(each.numbers / each.divisor)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "add_noise", adding)
@@ -252,7 +254,7 @@ def test_after_a_failed_release_noise_is_correlated_anew() -> None:
     trained = run("banded")
     released(trained, 2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "div_", lambda *_: 1 / 0)
+        patch.setattr("persample.dp.sums._place", lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             released(trained, 1)
     with pytest.raises(dp.PrivacyError, match="last step of this run failed"):

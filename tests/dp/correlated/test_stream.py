@@ -13,7 +13,7 @@ import torch
 from persample.dp.correlated.encoders import Banded, Buffered, Encoder, banded, buffered
 from persample.dp.correlated.memory import Memory
 from persample.dp.correlated.stream import Stream, When
-from persample.dp.noise import BLOCK, Noise, Scale, _add_elsewhere, add_noise
+from persample.dp.noise import BLOCK, Noise, Scale, Sum, _add_elsewhere, add_noise
 from persample.dp.sources import Seeded
 from tests.dp.correlated import dense
 from tests.dp.correlated.dense import Matrix
@@ -91,7 +91,7 @@ def test_threads_and_accelerators_get_the_same_noise(encoder: Encoder) -> None:
             sums = torch.zeros(3, size, dtype=torch.float64)
             for step, row in enumerate(sums):
                 if elsewhere:
-                    _add_elsewhere([row], Noise(scale, Seeded(0), step, 0, memory))
+                    _add_elsewhere([Sum(row)], Noise(scale, Seeded(0), step, 0, memory))
                     memory.advance()
                 else:
                     add_noise([row], scale, Seeded(0), step, 0, memory)
