@@ -42,7 +42,7 @@ class Subject:
     model: nn.Module
     losses_fn: LossesFn
     sketch: Sketch
-    params: Mapping[str, Tensor]
+    names: Sequence[str]  # of the parameters that are asked
     _known: Known = field(default_factory=Known, repr=False, compare=False)
 
     @classmethod
@@ -57,10 +57,21 @@ class Subject:
         unknown = [] if params is None else [name for name in params if name not in every]
         if unknown:
             raise ValueError(f"no trainable parameters of the model: {unknown}; it has {list(every)[:8]} …")
-        chosen = every if params is None else {name: p for name, p in every.items() if name in set(params)}
+        chosen = [name for name in every if params is None or name in set(params)]
         if not chosen:
             raise ValueError("the model has no trainable parameters: gradients are taken of those that require grad")
         return cls(model, losses_fn, sketch, chosen)
+
+    @property
+    def params(self) -> dict[str, Tensor]:
+        """The parameters that the model has now; a state may have been loaded with ``assign=True`` meanwhile."""
+        every = named(self.model)
+        gone = [name for name in self.names if name not in every]
+        if gone:
+            raise ValueError(
+                f"{gone[:8]} are no trainable parameters of the model any more: it has {list(every)[:8]} …"
+            )
+        return {name: every[name] for name in self.names}
 
     @property
     def blocks(self) -> dict[str, tuple[int, int]]:
@@ -70,7 +81,7 @@ class Subject:
     def rows(self, batch: Any, *, seed: int = 0, losses_fn: LossesFn | None = None) -> Rows:
         """The sketches of a batch's gradients; random numbers, if the losses need any, are those of the ``seed``."""
         losses = self.losses(batch, seed, losses_fn)
-        (found,) = verbs.reduce(losses, dict(self.params), Sketched(self.sketch))
+        (found,) = verbs.reduce(losses, self.params, Sketched(self.sketch))
         tokens = losses.ndim - 1
         return Rows({name: block.flatten(0, tokens) for name, block in found.items()}, losses.detach())
 
@@ -79,7 +90,7 @@ class Subject:
         losses = self.losses(batch, 0)
         with torch.enable_grad():
             losses = losses if losses.ndim == 1 else losses.flatten(1).sum(1)
-        (found,) = verbs.reduce(losses, dict(self.params), Sketched(self.sketch, scales))
+        (found,) = verbs.reduce(losses, self.params, Sketched(self.sketch, scales))
         return Rows(found, losses.detach())
 
     def losses(self, batch: Any, seed: int, losses_fn: LossesFn | None = None) -> Tensor:
