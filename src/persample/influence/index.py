@@ -356,11 +356,15 @@ class Index:
                 self.folder.open(checkpoint, number).verify()
         if loader is None:
             return
-        size = self.folder.plan.batches_per_chunk
+        loaders.check_order(loader)
+        told = [name for number in range(len(self.folder.samples)) for name in self.folder.open(0, number).told["data"]]
+        count = 0
         for number, batch in loaders.batches(loader, lambda _: True):
-            told = self.folder.open(0, number // size).told["data"]
-            if number % size >= len(told) or told[number % size] != of_batch(batch):
+            if number >= len(told) or told[number] != of_batch(batch):
                 raise MismatchError(f"batch {number} of the loader is not the one that the index was built from")
+            count += 1
+        if count < len(told):
+            raise MismatchError(f"the loader has {count} batches, and the index was built from {len(told)}")
 
     def export(self, format: str, path: str | PathLike[str], *, max_memory: int = _MEMORY) -> None:
         """Write all rows for other tools, as "npy", "parquet" or "faiss"; scores are inner products with `vectors`."""
