@@ -38,6 +38,27 @@ def test_other_tensors_with_the_same_numbers(tmp_path: Path, change: Callable[[n
     )
 
 
+class Noted(nn.Linear):
+    """With a state beside its tensors."""
+
+    note: dict[str, int]
+
+    def get_extra_state(self) -> dict[str, int]:
+        return self.note
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.note = dict(state)
+
+
+def test_states_of_more_than_tensors(tmp_path: Path) -> None:
+    model = Noted(6, 3)
+    model.note = {"steps": 1}
+    other = {**model.state_dict(), "weight": torch.zeros(3, 6), "_extra_state": {"steps": 2}}
+    index = pi.Index(tmp_path, model, index_of(tmp_path).subject.losses_fn).build(DATA, [other])
+    assert bool(index.scores(QUERY).isfinite().all())
+    assert model.note == {"steps": 1}
+
+
 def _frozen(model: nn.Module) -> None:
     model.requires_grad_(False)
 

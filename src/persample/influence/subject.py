@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from os import PathLike, fspath
 from pathlib import Path
@@ -113,7 +114,7 @@ class Subject:
         if checkpoint is None:
             yield
             return
-        own = {name: t.detach().clone() for name, t in self.model.state_dict().items()}
+        own = copied_state(self.model)
         try:
             self._load(checkpoint)
             yield
@@ -131,6 +132,14 @@ class Subject:
     def fingerprint(self) -> str:
         """Of every parameter and buffer as they are now."""
         return self._known.of({name: t for name, t in self.model.state_dict().items() if isinstance(t, Tensor)})
+
+
+def copied_state(model: nn.Module) -> dict[str, Any]:
+    """A model's state that later changes of the model leave as it is; what it has beside tensors, too."""
+    state = model.state_dict()
+    return {
+        key: value.detach().clone() if isinstance(value, Tensor) else deepcopy(value) for key, value in state.items()
+    }
 
 
 def read_state(path: Path) -> Mapping[str, Tensor]:

@@ -14,6 +14,7 @@ from ...shortcuts import dot
 from ...verbs import grad
 from ..files import load_plain, save_whole
 from ..in_run import evaluated
+from ..subject import copied_state
 from ..time_left import counted
 from ..twice import differentiable_twice
 from .randomness import random_state, set_random_state
@@ -63,7 +64,7 @@ def replay(
         (Q, examples), on the CPU, in the parameters' dtype (float32 or wider).
     """
     run = _Run.opened(Path(folder), model, losses_fn, data)
-    kept, modes, random = {n: t.clone() for n, t in model.state_dict().items()}, _modes(model), random_state()
+    kept, modes, random = copied_state(model), _modes(model), random_state()
     try:
         return run.scores(queries, examples, None if resume_from is None else Path(resume_from), progress)
     finally:
