@@ -21,7 +21,7 @@ from .progress import progress as shown
 from .sampling import drawing
 from .search import Hits, Order, Search
 from .sketches import Blocks, Sketch, sketch_of
-from .store import Dtype, Encoding, Folder, MismatchError
+from .store import DamagedError, Dtype, Encoding, Folder, MismatchError
 from .store.fingerprints import of_batch
 from .subject import Checkpoint, LossesFn, Subject
 from .team import Team
@@ -66,7 +66,10 @@ class Index:
     def open(cls, folder: str | PathLike[str], model: nn.Module, losses_fn: LossesFn) -> Index:
         """The index that a folder holds, with the sketch, the dtype and the parameters that it was built with."""
         plan = Folder(Path(folder)).plan
-        sketch, params = sketch_of(plan.sketch), list(plan.blocks)
+        try:
+            sketch, params = sketch_of(plan.sketch), list(plan.blocks)
+        except (TypeError, ValueError) as error:
+            raise DamagedError(f"the sketch of {folder} cannot be read ({error}): build another index") from error
         missing = [name for name in params if name not in dict(model.named_parameters())]
         if missing:
             raise MismatchError(f"{folder} was built with parameters that the model does not have: {missing[:8]}")
@@ -277,6 +280,8 @@ class Index:
         """The columns of some parameters, in the order of the index."""
         widths = dict(zip(self.folder.plan.blocks, self.folder.plan.encoding.widths, strict=True))
         unknown = [name for name in parameters if name not in widths]
+        if not len(parameters):
+            raise ValueError("parameters are empty: name at least one, or pass None for all of them")
         if unknown or isinstance(parameters, str):
             raise ValueError(
                 f"parameters that the index does not have: {unknown or parameters}; it has {list(widths)[:8]} …"

@@ -35,5 +35,5 @@ def read(folder: Folder) -> list[Fitted] | None:
         return None
     try:
         return [load(safetensors().load_file(folder.path / told["file"]), told) for told in settings]
-    except (safetensors("safetensors").SafetensorError, OSError, LookupError) as error:
+    except (safetensors("safetensors").SafetensorError, OSError, LookupError, TypeError, ValueError) as error:
         raise DamagedError(f"the curvature of {folder.path} cannot be read ({error}): call index.fit again") from error
