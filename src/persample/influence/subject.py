@@ -81,23 +81,24 @@ class Subject:
 
     def rows(self, batch: Any, *, seed: int = 0, losses_fn: LossesFn | None = None) -> Rows:
         """The sketches of a batch's gradients; random numbers, if the losses need any, are those of the ``seed``."""
-        losses = self.losses(batch, seed, losses_fn)
-        (found,) = verbs.reduce(losses, self.params, Sketched(self.sketch))
+        with evaluating(self.model):
+            losses = self.losses(batch, seed, losses_fn)
+            (found,) = verbs.reduce(losses, self.params, Sketched(self.sketch))
         tokens = losses.ndim - 1
         return Rows({name: block.flatten(0, tokens) for name, block in found.items()}, losses.detach())
 
     def query(self, batch: Any, scales: Mapping[str, Tensor]) -> Rows:
         """The sketches of a batch of queries, one row for each: losses of tokens are added up."""
-        losses = self.losses(batch, 0)
-        with torch.enable_grad():
+        with evaluating(self.model), torch.enable_grad():
+            losses = self.losses(batch, 0)
             losses = losses if losses.ndim == 1 else losses.flatten(1).sum(1)
-        (found,) = verbs.reduce(losses, self.params, Sketched(self.sketch, scales))
+            (found,) = verbs.reduce(losses, self.params, Sketched(self.sketch, scales))
         return Rows(found, losses.detach())
 
     def losses(self, batch: Any, seed: int, losses_fn: LossesFn | None = None) -> Tensor:
         """(B,) or (B, T), with their graph."""
         devices = list({p.device for p in self.params.values() if p.device.type == "cuda"})
-        with _evaluating(self.model), torch.enable_grad(), torch.random.fork_rng(devices):
+        with evaluating(self.model), torch.enable_grad(), torch.random.fork_rng(devices):
             torch.manual_seed(seed)
             losses = (losses_fn or self.losses_fn)(self.model, batch)
         if not isinstance(losses, Tensor) or losses.ndim not in (1, 2):
@@ -159,8 +160,11 @@ def read_state(path: Path) -> Mapping[str, Tensor]:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode: with dropout, or statistics of the batch, gradients would be of no example alone."""
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode: with dropout, or statistics of the batch, gradients would be of no example alone.
+
+    It lasts until gradients are there: checkpointed parts of a model are run again for them.
+    """
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False
