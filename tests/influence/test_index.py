@@ -284,6 +284,17 @@ def test_batches_of_a_loader_with_a_way_of_its_own_are_never_made_without_it(tmp
     index_of(folder).verify(loader)
 
 
+class Shuffling:
+    def __iter__(self) -> Iterator[Any]:
+        return (DATA[i] for i in torch.randperm(len(DATA)).tolist())
+
+
+def test_a_loader_that_shuffles_in_a_way_of_its_own(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    with pytest.raises(ValueError, match="another first batch this time than a moment ago: it shuffles"):
+        index_of(tmp_path).build(Shuffling())
+
+
 def test_bad_losses_and_arguments(tmp_path: Path) -> None:
     model = model_of()
     with pytest.raises(ValueError, match=r"shape \(B,\), or \(B, T\) for one per token, not \(\)"):

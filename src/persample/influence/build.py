@@ -210,9 +210,15 @@ class _Making:
         if chunk != self.number:
             self.write()
             self.number = chunk
+        data = of_batch(batch)
+        if number == 0 and data != self.builder.folder.plan.data:
+            raise ValueError(
+                "the loader gave another first batch this time than a moment ago: it shuffles, or changes its data at "
+                "random, so that ids would mean nothing and a build could not be resumed. Pass one with a fixed order"
+            )
         rows = self.builder.subject.rows(batch, seed=number)
         self.parts.append(self._part(batch, rows))
-        self.data.append(of_batch(batch))
+        self.data.append(data)
         self.last = len(rows.losses)
         self.samples += self.last
 

@@ -359,6 +359,7 @@ class Index:
         for checkpoint in range(len(self.folder.plan.checkpoints)):
             for number in range(len(self.folder.samples)):
                 self.folder.open(checkpoint, number).verify()
+        kept.verify(self.folder)
         if loader is None:
             return
         loaders.check_order(loader)
