@@ -12,6 +12,7 @@ from typing import Any, Literal, SupportsIndex
 import torch
 from torch import Tensor, nn
 
+from ..kernels.norms import row_norms
 from . import kept, loaders, search
 from .build import CHUNK_BYTES, Builder, IdsFn
 from .checking import Check, Error, check, errors_of_dtypes
@@ -273,7 +274,8 @@ class Index:
         columns = None if parameters is None else self._columns(parameters)
         queries = [q if columns is None else q[:, columns] for q in self._queries(batch)]
         if normalise:
-            queries = [q / q.norm(dim=1, keepdim=True).clamp(min=torch.finfo(q.dtype).tiny) for q in queries]
+            lengths = [row_norms(q).clamp(min=torch.finfo(torch.float32).tiny) for q in queries]
+            queries = [(q / n.unsqueeze(1)).to(q.dtype) for q, n in zip(queries, lengths, strict=True)]
         return Search(self.folder, queries, columns, normalise, per != "token", max_memory)
 
     def _columns(self, parameters: Sequence[str]) -> Tensor:
