@@ -8,6 +8,7 @@ from contextlib import redirect_stdout
 from persample.influence.study import Study, load
 
 FILE = """
+import sys
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -56,6 +57,9 @@ def broken(): return study(losses_fn=lambda model, batch: batch["text"])
 def scalar(): return study(losses_fn=lambda model, batch: losses_fn(model, batch).mean())
 def empty(): return study(loader=[])
 def silent(): return {key: value for key, value in study().items() if not key.startswith("show")}
+def leaving(*given): sys.exit(0)
+def left(): return study(losses_fn=leaving)
+def walking_out(): return study(retrain=leaving)
 def untrainable(): return study(retrain=lambda ids, seed: 1 / 0)
 def unseen(): return study(show=lambda i: {}["column"])
 def tokens():

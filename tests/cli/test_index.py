@@ -293,6 +293,8 @@ WRONG = [
     (["query", "mine.py:good", "-f", "idx", "--per", "token"], 2, "this index has no tokens"),
     (["query", "mine.py:good", "-f", "idx", "--per", "parameter", "--normalise"], 2, "pass normalise=False"),
     (["query", "mine.py:good", "-f", "idx", "--parameters", "head"], 2, "that the index does not have: ['head']"),
+    (["query", "mine.py:good", "-f", "idx", "--parameters", ""], 2, "parameters are empty: name at least one"),
+    (["query", "mine.py:left", "-f", "idx"], 2, "SystemExit: 0 (mine.py, line"),
     (["query", "mine.py:other", "-f", "idx"], 3, "was built with other parameters or buffers"),
     (["query", "mine.py:tokens", "-f", "idx"], 3, "was built with parameters that the model does not have"),
     (["query", "mine.py:unseen", "-f", "idx"], 2, "KeyError: 'column' (mine.py, line"),
@@ -329,6 +331,45 @@ def test_damage_is_told(built: Run) -> None:
     assert code == 3
     assert "has changed since it was written" in err
     Path("idx/index.json").write_text("{")
+    code, _, err = built("index", "query", "mine.py:good", "-f", "idx")
+    assert code == 3
+    assert "is damaged" in err
+
+
+def _changed(*place: str, value: object) -> None:
+    told = json.loads(Path("idx/index.json").read_text())
+    inner = told
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    Path("idx/index.json").write_text(json.dumps(told))
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("samples",), "abc"),
+        (("samples",), [None]),
+        (("curvature",), [{"kind": "unknown", "file": "none"}]),
+        (("curvature",), 3),
+        (("plan",), []),
+        (("plan", "parameters"), 5),
+        (("plan", "dtype"), "float2"),
+        (("plan", "checkpoints"), [3]),
+        (("plan", "sketch"), {"kind": "unknown"}),
+        (("plan", "sketch"), {"kind": "blocks", "size": 3}),
+    ],
+    ids=str,
+)
+def test_an_index_that_says_nonsense_is_damaged(built: Run, place: tuple[str, ...], value: object) -> None:
+    _changed(*place, value=value)
+    code, _, err = built("index", "query", "mine.py:good", "-f", "idx")
+    assert code == 3
+    assert len([line for line in err.splitlines() if line != "made by the user"]) == 1
+
+
+def test_an_index_that_is_no_text_is_damaged(built: Run) -> None:
+    Path("idx/index.json").write_bytes(b"\xff\xfe\x00")
     code, _, err = built("index", "query", "mine.py:good", "-f", "idx")
     assert code == 3
     assert "is damaged" in err

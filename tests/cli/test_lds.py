@@ -97,6 +97,7 @@ def test_a_plot_needs_matplotlib(run: Run, monkeypatch: pytest.MonkeyPatch) -> N
         (["mine.py:good", "--drop", "1.5"], 2, "drop=1.5 of 20 examples must leave out at least one"),
         (["mine.py:good", "--folder", "mine.py"], 2, "mine.py is a file: name a folder for results"),
         (["mine.py:good", "--plot", "no/lds.png"], 2, "there is no directory no"),
+        (["mine.py:walking_out"], 2, "SystemExit: 0 (mine.py, line"),
         (["mine.py:untrainable"], 2, "ZeroDivisionError: division by zero (mine.py, line"),
         (["mine.py:untrained"], 2, "there is no retrain: let the factory return retrain(ids, seed)"),
     ],

@@ -54,6 +54,29 @@ def test_changes_that_no_version_tells_of(change: Callable[[Tensor], object]) ->
     assert known.of({"p": p}) == of_tensors({"p": p}) != before
 
 
+REGULAR: dict[str, Callable[[Tensor], object]] = {  # changes whose differences are multiples of powers of two
+    "signs": lambda t: t.neg_(),
+    "two signs": lambda t: t[1:4:2].neg_(),
+    "every second sign": lambda t: t[1::2].neg_(),
+    "every fourth sign": lambda t: t[3::4].neg_(),
+    "twice": lambda t: t.mul_(2),
+    "half": lambda t: t.mul_(0.5),
+    "ones": lambda t: t.fill_(1),
+    "minus zeros": lambda t: t.zero_().neg_(),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("change", REGULAR.values(), ids=REGULAR)
+def test_changes_that_are_regular(change: Callable[[Tensor], object], dtype: torch.dtype) -> None:
+    for make in (torch.randn, torch.zeros):
+        t, known = make(4096).to(dtype), Known()
+        before = known.of({"p": t})
+        change(t)
+        assert known.of({"p": t}) == of_tensors({"p": t})
+        assert make is torch.zeros or before != known.of({"p": t})
+
+
 def test_every_bit_is_hashed_once_for_every_state(monkeypatch: pytest.MonkeyPatch) -> None:
     hashed, states = [], [{"p": torch.randn(999)} for _ in range(2)]
     monkeypatch.setattr(module, "of_tensors", lambda tensors: hashed.append(1) or of_tensors(tensors))

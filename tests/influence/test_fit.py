@@ -60,3 +60,14 @@ def test_a_damaged_curvature_is_named(tmp_path: Path) -> None:
     curvature.write_bytes(b"no")
     with pytest.raises(pi.DamagedError, match=r"curvature of .* cannot be read .*: call index.fit again"):
         index_of(tmp_path).query(QUERY)
+
+
+def test_a_curvature_of_which_a_bit_has_changed_is_found_by_verify(tmp_path: Path) -> None:
+    index = index_of(tmp_path).build(DATA).fit(Shampoo())
+    index.verify(DATA)
+    (path,) = tmp_path.glob("curvature-00-*.safetensors")
+    content = bytearray(path.read_bytes())
+    content[-2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(pi.DamagedError, match=r"curvature-00-\w+\.safetensors has changed since it was written"):
+        index.verify()

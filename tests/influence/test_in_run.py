@@ -94,6 +94,25 @@ def test_adam_divides_by_its_second_moments(kind: type[torch.optim.Adam]) -> Non
     torch.testing.assert_close(run.values(), want)
 
 
+def test_adam_that_climbs_or_keeps_its_largest_moments() -> None:
+    model, train, validation = task()
+    options = {"lr": 0.01, "betas": (0.9, 0.8), "amsgrad": True, "maximize": True}
+    optimizer = torch.optim.AdamW(model.parameters(), **options)  # type: ignore[arg-type]
+    names = dict(model.named_parameters())
+    run = pi.InRun(model, validation, losses_fn, optimizer=optimizer)
+    run.backward(losses_fn(model, train), torch.arange(7))
+    optimizer.step()
+    for p in names.values():  # smaller gradients: the largest moment is that of the step before
+        p.grad = 1e-3 * p.grad  # type: ignore[operator]
+    optimizer.step()
+    before = run.values()
+    largest = {n: optimizer.state[p]["max_exp_avg_sq"] for n, p in names.items()}
+    scale = {n: 1 / ((s / (1 - 0.8**2)).sqrt() + 1e-8) for n, s in largest.items()}
+    want = -0.01 * reference(model, train, validation, scale)
+    run.backward(losses_fn(model, train), torch.arange(7))
+    torch.testing.assert_close(run.values() - before, want)
+
+
 def test_unreached_and_frozen_parameters_and_one_example() -> None:
     model, train, validation = task()
     model.register_parameter("unused", nn.Parameter(torch.ones(3).double()))

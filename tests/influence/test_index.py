@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,8 @@ def test_a_finished_index_is_not_computed_again(tmp_path: Path) -> None:
         ),
         (lambda f: index_of(f, seed=5).query(QUERY), "other parameters or buffers of the model"),
         (lambda f: index_of(f, sketch=EXACT).query(QUERY), "make the Index with the same"),
+        (lambda f: index_of(f).verify(DATA[:-1]), "has 6 batches, and the index was built from 7"),
+        (lambda f: index_of(f).verify([*DATA, DATA[0]]), "batch 7 of the loader is not the one"),
         (lambda f: index_of(f).verify([*DATA[:3], DATA[4]]), "batch 3 of the loader is not the one"),
     ],
 )
@@ -264,6 +267,32 @@ def test_loaders(tmp_path: Path) -> None:
     own = index_of(tmp_path / "ids").build(DATA, ids_fn=lambda b: (b[0][:, 0] * 1e6).long())
     assert torch.equal(own.ids(), (x[:, 0] * 1e6).long())
     assert index.ids().tolist() == list(range(32))
+
+
+class Doubling(DataLoader[Any]):
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        return ((2 * x, y) for x, y in super().__iter__())
+
+
+def test_batches_of_a_loader_with_a_way_of_its_own_are_never_made_without_it(tmp_path: Path) -> None:
+    loader = Doubling(TensorDataset(*(torch.cat(parts) for parts in zip(*DATA, strict=True))), 5)
+    folder, size = tmp_path / "i", CHUNK["float32"]
+    want = index_of(folder).build(loader, chunk_bytes=size).scores(QUERY)
+    assert torch.allclose(want, index_of(tmp_path / "j").build([(2 * x, y) for x, y in DATA]).scores(QUERY), atol=1e-6)
+    (folder / "chunks" / "00-000001.safetensors").unlink()
+    assert torch.equal(index_of(folder).build(loader, chunk_bytes=size).scores(QUERY), want)
+    index_of(folder).verify(loader)
+
+
+class Shuffling:
+    def __iter__(self) -> Iterator[Any]:
+        return (DATA[i] for i in torch.randperm(len(DATA)).tolist())
+
+
+def test_a_loader_that_shuffles_in_a_way_of_its_own(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    with pytest.raises(ValueError, match="another first batch this time than a moment ago: it shuffles"):
+        index_of(tmp_path).build(Shuffling())
 
 
 def test_bad_losses_and_arguments(tmp_path: Path) -> None:

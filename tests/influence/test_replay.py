@@ -147,10 +147,46 @@ def test_the_model_and_the_random_numbers_are_as_before(tmp_path: Path) -> None:
     run.record(tmp_path)
     run.model.train()
     before, random = {n: t.clone() for n, t in run.model.state_dict().items()}, torch.get_rng_state()
+    grads = [p.grad for p in run.model.parameters()]
     pi.replay(tmp_path, run.model, losses_fn, run.queries, data=run.data)
     assert all(torch.equal(t, before[n]) for n, t in run.model.state_dict().items())
     assert torch.equal(random, torch.get_rng_state())
     assert run.model.training
+    assert all(p.grad is own is not None for p, own in zip(run.model.parameters(), grads, strict=True))
+
+
+def test_frozen_parameters_that_an_optimizer_has(tmp_path: Path) -> None:
+    class Frozen(Run):
+        def __init__(self) -> None:
+            super().__init__(OPTIMIZERS["nesterov"])
+            self.model.get_submodule("0").requires_grad_(False)
+
+    run = Frozen()
+    run.record(tmp_path)
+    scores = pi.replay(tmp_path, run.model, losses_fn, run.queries, data=run.data, examples=EXAMPLES)
+    example = int(run.batches[0][0])
+    torch.testing.assert_close(scores[:, example], -differences(Frozen, example), rtol=1e-4, atol=1e-8)
+
+
+def test_momentum_that_is_off_for_some_steps(tmp_path: Path) -> None:
+    class Pausing(Run):
+        def train(self, losses: Callable[[Tensor], Tensor], weights: Tensor | None = None) -> Tensor:
+            batches, self.batches = self.batches, []
+            for step, ids in enumerate(batches):
+                self.optimizer.param_groups[0]["momentum"] = 0.0 if step in (2, 3) else 0.9
+                self.batches = [ids]
+                found = super().train(losses, weights)
+            self.batches = batches
+            return found
+
+    def make() -> Run:
+        return Pausing(OPTIMIZERS["momentum"])
+
+    run = make()
+    run.record(tmp_path)
+    scores = pi.replay(tmp_path, run.model, losses_fn, run.queries, data=run.data, examples=EXAMPLES)
+    example = int(run.batches[0][0])
+    torch.testing.assert_close(scores[:, example], -differences(make, example), rtol=1e-4, atol=1e-8)
 
 
 def test_a_replay_goes_on_where_it_stopped(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def first_losses(problem: Problem) -> Tensor:
         raise AuditError(f"the model has no trainable parameters ({count} frozen): there are no gradients to audit")
     try:
         losses, again = problem.losses(), problem.losses()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise AuditError(f"{problem.how} raised {in_words(error)}{_hint(problem)}") from error
     _check(losses, problem)
     if has_numbers(losses) and not torch.equal(losses.detach(), again.detach()):

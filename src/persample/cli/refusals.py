@@ -45,6 +45,8 @@ def refusals(command: str) -> Iterator[None]:
         fail(command, "stopped", STOPPED)
     except typer.Exit:
         raise
+    except SystemExit as error:  # of the user's code, whose exit code would be taken for one of these
+        fail(command, in_words(error))
     except Exception as error:
         is_ours = isinstance(error, (TypeError, ValueError)) and users_line(error) is None
         fail(command, error if is_ours else in_words(error))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .._version import __version__
+from ..kernels.norms import row_norms
 from . import loaders
 from .progress import progress
 from .store import Chunk, Folder, MismatchError, Plan
@@ -210,9 +211,15 @@ class _Making:
         if chunk != self.number:
             self.write()
             self.number = chunk
+        data = of_batch(batch)
+        if number == 0 and data != self.builder.folder.plan.data:
+            raise ValueError(
+                "the loader gave another first batch this time than a moment ago: it shuffles, or changes its data at "
+                "random, so that ids would mean nothing and a build could not be resumed. Pass one with a fixed order"
+            )
         rows = self.builder.subject.rows(batch, seed=number)
         self.parts.append(self._part(batch, rows))
-        self.data.append(of_batch(batch))
+        self.data.append(data)
         self.last = len(rows.losses)
         self.samples += self.last
 
@@ -226,7 +233,7 @@ class _Making:
                 f"least, or there is nothing to keep of it. Leave such samples out of the data"
             )
         ids = self.builder.ids_of(batch, count, self.samples)
-        norms, losses = line.norm(dim=1), rows.losses.flatten().to("cpu", torch.float32)
+        norms, losses = row_norms(line).to(line.dtype), rows.losses.flatten().to("cpu", torch.float32)
         bad = ~(torch.isfinite(norms) & torch.isfinite(losses))
         if bool(bad.any()):
             per_row = rows.losses.shape[1] if plan.per_token else 1
@@ -239,7 +246,7 @@ class _Making:
         tokens = sample_norms = None
         if plan.per_token:
             length = rows.losses.shape[1]
-            sample_norms = line.view(count, length, -1).sum(1).norm(dim=1)
+            sample_norms = row_norms(line.view(count, length, -1).sum(1)).to(line.dtype)
             ids, tokens = ids.repeat_interleave(length), torch.arange(length, dtype=torch.int32).repeat(count)
         codes, scales = plan.encoding.encode(line)
         return Chunk(codes, scales, ids, norms, losses, tokens, sample_norms)

@@ -8,8 +8,9 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from ..kernels.norms import row_norms
 from .store import Dtype, Encoding
-from .subject import Subject
+from .subject import Subject, evaluating
 
 
 @dataclass(frozen=True)
@@ -38,14 +39,14 @@ class Error:
 def check(subject: Subject, batch: Any) -> Check:
     """Compare the sketches of a batch with those of gradients by one `torch.autograd.grad` per loss."""
     found = subject.rows(batch).blocks
-    losses = subject.losses(batch, 0).flatten()
-    want = {name: torch.zeros_like(block) for name, block in found.items()}
-    for i in range(len(losses)):
-        params = list(subject.params.values())
-        grads = torch.autograd.grad(losses[i], params, retain_graph=True, allow_unused=True)
-        for (name, p), g in zip(subject.params.items(), grads, strict=True):
-            if g is not None:
-                want[name][i] = subject.sketch.of_stack(name, p, g.detach().unsqueeze(0))[0]
+    want, params = {name: torch.zeros_like(block) for name, block in found.items()}, subject.params
+    with evaluating(subject.model), torch.enable_grad():
+        losses = subject.losses(batch, 0).flatten()
+        for i in range(len(losses)):
+            grads = torch.autograd.grad(losses[i], list(params.values()), retain_graph=True, allow_unused=True)
+            for (name, p), g in zip(params.items(), grads, strict=True):
+                if g is not None:
+                    want[name][i] = subject.sketch.of_stack(name, p, g.detach().unsqueeze(0))[0]
     errors = {name: _relative(found[name].flatten(1), block.flatten(1)) for name, block in want.items()}
     lines = [torch.cat([b.flatten(1).double().cpu() for b in blocks.values()], 1) for blocks in (found, want)]
     grams = [line @ line.t() for line in lines]
@@ -73,4 +74,4 @@ _TINY = 1e-300
 def _relative(got: Tensor, want: Tensor) -> float:
     if not want.numel():
         return 0.0
-    return float((got - want).norm(dim=1).max()) / max(float(want.norm(dim=1).max()), 1e-30)
+    return float(row_norms(got - want).max()) / max(float(row_norms(want).max()), _TINY)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..kernels.norms import row_norms
 from ..shortcuts import dot, gram
 from ..verbs import grad, reduce
 from .curvature.base import WHOLE_DAMPING, Curvature, check_damping
@@ -189,15 +190,15 @@ def conjugate_gradients(
         raise ValueError(f"products must not be negative, not {products}")
     if not products:
         return precondition(wanted), torch.full((len(wanted),), torch.nan), 0
-    x, r = torch.zeros_like(wanted), wanted.clone()
-    size = wanted.norm(dim=1)
+    size = row_norms(wanted).unsqueeze(1)
     size = torch.where(size > 0, size, 1)
+    x, r = torch.zeros_like(wanted), (wanted / size).to(wanted.dtype)  # squares of very small numbers would vanish
     z = precondition(r)
     direction, rz = z.clone(), (r * z).sum(1)
     used = 0
     bent = torch.zeros(len(wanted), dtype=torch.bool, device=wanted.device)  # where A is not positive
     for _ in range(products):
-        if bool((((r.norm(dim=1) / size) <= tolerance) | bent).all()):
+        if bool(((r.norm(dim=1) <= tolerance) | bent).all()):
             break
         product, used = times(direction), used + 1
         along = (direction * product).sum(1)
@@ -214,7 +215,7 @@ def conjugate_gradients(
             f"larger damping, or product=pi.GaussNewton(...) or pi.Fisher(...), which cannot be negative",
             stacklevel=2,
         )
-    return x, r.norm(dim=1) / size, used
+    return (x * size).to(x.dtype), r.norm(dim=1), used
 
 
 def dual(

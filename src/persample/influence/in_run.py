@@ -188,7 +188,9 @@ class InRun:
                     return None
                 if second is None:
                     second = sums[name].square() if sums is not None and name in sums else torch.ones_like(p)
-                direction[name] = float(group["lr"]) * written(g, p.shape) / (second.sqrt() + group["eps"])
+                direction[name] = (
+                    _step_size(self.optimizer, group) * written(g, p.shape) / (second.sqrt() + group["eps"])
+                )
             else:
                 direction[name] = times(g, _step_size(self.optimizer, group))
         return direction
@@ -240,6 +242,6 @@ def _second_moment(state: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor
     """Adam's second moments of one parameter, as of the step before, corrected for their beginning at zero."""
     if "exp_avg_sq" not in state:
         return None
-    moment: Tensor = state["exp_avg_sq"]
+    moment: Tensor = state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]
     correction: float = 1 - group["betas"][1] ** float(state["step"])
     return moment / correction

@@ -12,6 +12,7 @@ from typing import Any, Literal, SupportsIndex
 import torch
 from torch import Tensor, nn
 
+from ..kernels.norms import row_norms
 from . import kept, loaders, search
 from .build import CHUNK_BYTES, Builder, IdsFn
 from .checking import Check, Error, check, errors_of_dtypes
@@ -21,7 +22,7 @@ from .progress import progress as shown
 from .sampling import drawing
 from .search import Hits, Order, Search
 from .sketches import Blocks, Sketch, sketch_of
-from .store import Dtype, Encoding, Folder, MismatchError
+from .store import DamagedError, Dtype, Encoding, Folder, MismatchError
 from .store.fingerprints import of_batch
 from .subject import Checkpoint, LossesFn, Subject
 from .team import Team
@@ -66,7 +67,10 @@ class Index:
     def open(cls, folder: str | PathLike[str], model: nn.Module, losses_fn: LossesFn) -> Index:
         """The index that a folder holds, with the sketch, the dtype and the parameters that it was built with."""
         plan = Folder(Path(folder)).plan
-        sketch, params = sketch_of(plan.sketch), list(plan.blocks)
+        try:
+            sketch, params = sketch_of(plan.sketch), list(plan.blocks)
+        except (TypeError, ValueError) as error:
+            raise DamagedError(f"the sketch of {folder} cannot be read ({error}): build another index") from error
         missing = [name for name in params if name not in dict(model.named_parameters())]
         if missing:
             raise MismatchError(f"{folder} was built with parameters that the model does not have: {missing[:8]}")
@@ -270,13 +274,16 @@ class Index:
         columns = None if parameters is None else self._columns(parameters)
         queries = [q if columns is None else q[:, columns] for q in self._queries(batch)]
         if normalise:
-            queries = [q / q.norm(dim=1, keepdim=True).clamp(min=torch.finfo(q.dtype).tiny) for q in queries]
+            lengths = [row_norms(q).clamp(min=torch.finfo(torch.float32).tiny) for q in queries]
+            queries = [(q / n.unsqueeze(1)).to(q.dtype) for q, n in zip(queries, lengths, strict=True)]
         return Search(self.folder, queries, columns, normalise, per != "token", max_memory)
 
     def _columns(self, parameters: Sequence[str]) -> Tensor:
         """The columns of some parameters, in the order of the index."""
         widths = dict(zip(self.folder.plan.blocks, self.folder.plan.encoding.widths, strict=True))
         unknown = [name for name in parameters if name not in widths]
+        if not len(parameters):
+            raise ValueError("parameters are empty: name at least one, or pass None for all of them")
         if unknown or isinstance(parameters, str):
             raise ValueError(
                 f"parameters that the index does not have: {unknown or parameters}; it has {list(widths)[:8]} …"
@@ -354,13 +361,18 @@ class Index:
         for checkpoint in range(len(self.folder.plan.checkpoints)):
             for number in range(len(self.folder.samples)):
                 self.folder.open(checkpoint, number).verify()
+        kept.verify(self.folder)
         if loader is None:
             return
-        size = self.folder.plan.batches_per_chunk
+        loaders.check_order(loader)
+        told = [name for number in range(len(self.folder.samples)) for name in self.folder.open(0, number).told["data"]]
+        count = 0
         for number, batch in loaders.batches(loader, lambda _: True):
-            told = self.folder.open(0, number // size).told["data"]
-            if number % size >= len(told) or told[number % size] != of_batch(batch):
+            if number >= len(told) or told[number] != of_batch(batch):
                 raise MismatchError(f"batch {number} of the loader is not the one that the index was built from")
+            count += 1
+        if count < len(told):
+            raise MismatchError(f"the loader has {count} batches, and the index was built from {len(told)}")
 
     def export(self, format: str, path: str | PathLike[str], *, max_memory: int = _MEMORY) -> None:
         """Write all rows for other tools, as "npy", "parquet" or "faiss"; scores are inner products with `vectors`."""

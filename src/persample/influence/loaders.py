@@ -62,8 +62,13 @@ def batches(loader: Any, wanted: Callable[[int], bool]) -> Iterator[tuple[int, A
 
 
 def _can_skip(loader: Any) -> bool:
-    """Do a DataLoader's batches go by indices? Those of an IterableDataset have endless indices without a meaning."""
+    """Do a DataLoader's batches go by indices alone?
+
+    Those of an IterableDataset have endless indices without a meaning; a subclass may change batches on their way.
+    """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    if type(loader).__iter__ is not DataLoader.__iter__:
         return False
     return type(loader.batch_sampler) is BatchSampler
 

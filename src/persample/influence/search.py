@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..kernels.norms import row_norms
 from .store import Folder, OpenChunk
 
 Order = Literal["helpful", "harmful"]
@@ -86,7 +87,7 @@ class Search:
             part = scores[:, some.start - within.start : some.stop - within.start]
             torch.mm(queries, few.t(), out=part) if len(queries) else None
             if own:
-                lengths = few.norm(dim=1) if norms is None else norms[some]
+                lengths = row_norms(few).to(few.dtype) if norms is None else norms[some]
                 part /= lengths.clamp(min=_TINY)
         if not summed:
             return scores

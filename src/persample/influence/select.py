@@ -9,6 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..kernels.norms import row_norms
+
 Method = Literal["top", "diverse", "mislabelled"]
 
 
@@ -208,8 +210,8 @@ def _check_numbers(values: Tensor, what: str) -> None:
 def _unit(rows: Tensor, normalise: bool) -> Tensor:
     if not normalise:
         return rows
-    norms = rows.norm(dim=1, keepdim=True)
-    return rows / torch.where(norms > 0, norms, 1)
+    norms = row_norms(rows).unsqueeze(1)
+    return (rows / torch.where(norms > 0, norms, 1)).to(torch.promote_types(rows.dtype, torch.float32))
 
 
 def _best(scores: Tensor, fraction: float | None, count: int | None) -> Selection:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from os import PathLike, fspath
 from pathlib import Path
@@ -42,7 +43,7 @@ class Subject:
     model: nn.Module
     losses_fn: LossesFn
     sketch: Sketch
-    params: Mapping[str, Tensor]
+    names: Sequence[str]  # of the parameters that are asked
     _known: Known = field(default_factory=Known, repr=False, compare=False)
 
     @classmethod
@@ -57,10 +58,21 @@ class Subject:
         unknown = [] if params is None else [name for name in params if name not in every]
         if unknown:
             raise ValueError(f"no trainable parameters of the model: {unknown}; it has {list(every)[:8]} …")
-        chosen = every if params is None else {name: p for name, p in every.items() if name in set(params)}
+        chosen = [name for name in every if params is None or name in set(params)]
         if not chosen:
             raise ValueError("the model has no trainable parameters: gradients are taken of those that require grad")
         return cls(model, losses_fn, sketch, chosen)
+
+    @property
+    def params(self) -> dict[str, Tensor]:
+        """The parameters that the model has now; a state may have been loaded with ``assign=True`` meanwhile."""
+        every = named(self.model)
+        gone = [name for name in self.names if name not in every]
+        if gone:
+            raise ValueError(
+                f"{gone[:8]} are no trainable parameters of the model any more: it has {list(every)[:8]} …"
+            )
+        return {name: every[name] for name in self.names}
 
     @property
     def blocks(self) -> dict[str, tuple[int, int]]:
@@ -69,23 +81,24 @@ class Subject:
 
     def rows(self, batch: Any, *, seed: int = 0, losses_fn: LossesFn | None = None) -> Rows:
         """The sketches of a batch's gradients; random numbers, if the losses need any, are those of the ``seed``."""
-        losses = self.losses(batch, seed, losses_fn)
-        (found,) = verbs.reduce(losses, dict(self.params), Sketched(self.sketch))
+        with evaluating(self.model):
+            losses = self.losses(batch, seed, losses_fn)
+            (found,) = verbs.reduce(losses, self.params, Sketched(self.sketch))
         tokens = losses.ndim - 1
         return Rows({name: block.flatten(0, tokens) for name, block in found.items()}, losses.detach())
 
     def query(self, batch: Any, scales: Mapping[str, Tensor]) -> Rows:
         """The sketches of a batch of queries, one row for each: losses of tokens are added up."""
-        losses = self.losses(batch, 0)
-        with torch.enable_grad():
+        with evaluating(self.model), torch.enable_grad():
+            losses = self.losses(batch, 0)
             losses = losses if losses.ndim == 1 else losses.flatten(1).sum(1)
-        (found,) = verbs.reduce(losses, dict(self.params), Sketched(self.sketch, scales))
+            (found,) = verbs.reduce(losses, self.params, Sketched(self.sketch, scales))
         return Rows(found, losses.detach())
 
     def losses(self, batch: Any, seed: int, losses_fn: LossesFn | None = None) -> Tensor:
         """(B,) or (B, T), with their graph."""
         devices = list({p.device for p in self.params.values() if p.device.type == "cuda"})
-        with _evaluating(self.model), torch.enable_grad(), torch.random.fork_rng(devices):
+        with evaluating(self.model), torch.enable_grad(), torch.random.fork_rng(devices):
             torch.manual_seed(seed)
             losses = (losses_fn or self.losses_fn)(self.model, batch)
         if not isinstance(losses, Tensor) or losses.ndim not in (1, 2):
@@ -102,7 +115,7 @@ class Subject:
         if checkpoint is None:
             yield
             return
-        own = {name: t.detach().clone() for name, t in self.model.state_dict().items()}
+        own = copied_state(self.model)
         try:
             self._load(checkpoint)
             yield
@@ -122,6 +135,14 @@ class Subject:
         return self._known.of({name: t for name, t in self.model.state_dict().items() if isinstance(t, Tensor)})
 
 
+def copied_state(model: nn.Module) -> dict[str, Any]:
+    """A model's state that later changes of the model leave as it is; what it has beside tensors, too."""
+    state = model.state_dict()
+    return {
+        key: value.detach().clone() if isinstance(value, Tensor) else deepcopy(value) for key, value in state.items()
+    }
+
+
 def read_state(path: Path) -> Mapping[str, Tensor]:
     """A state dict from a file of torch.save or safetensors; nothing in it is executed."""
     if not path.exists():
@@ -139,8 +160,11 @@ def read_state(path: Path) -> Mapping[str, Tensor]:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode: with dropout, or statistics of the batch, gradients would be of no example alone."""
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode: with dropout, or statistics of the batch, gradients would be of no example alone.
+
+    It lasts until gradients are there: checkpointed parts of a model are run again for them.
+    """
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False

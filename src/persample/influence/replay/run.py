@@ -14,6 +14,7 @@ from ...shortcuts import dot
 from ...verbs import grad
 from ..files import load_plain, save_whole
 from ..in_run import evaluated
+from ..subject import copied_state
 from ..time_left import counted
 from ..twice import differentiable_twice
 from .randomness import random_state, set_random_state
@@ -63,13 +64,16 @@ def replay(
         (Q, examples), on the CPU, in the parameters' dtype (float32 or wider).
     """
     run = _Run.opened(Path(folder), model, losses_fn, data)
-    kept, modes, random = {n: t.clone() for n, t in model.state_dict().items()}, _modes(model), random_state()
+    kept, modes, random = copied_state(model), _modes(model), random_state()
+    grads = [(p, p.grad) for p in model.parameters()]
     try:
         return run.scores(queries, examples, None if resume_from is None else Path(resume_from), progress)
     finally:
         model.load_state_dict(kept)
         _set_modes(model, modes)
         set_random_state(random)
+        for p, own in grads:
+            p.grad = own
 
 
 @dataclass
@@ -128,12 +132,15 @@ class _Run:
         self._load(self.end)
         with evaluated(self.model), torch.enable_grad():
             losses = self.losses_fn(self.model, queries)
-            rows = grad(losses, self.params)
-        adjoint = {}
-        for name in self.params:
-            own = rows[name].clone()
-            adjoint[name] = Adjoint(own, {})
+            rows = grad(losses, self._moving)
+        frozen = {n: p.new_zeros(len(losses), *p.shape) for n, p in self.params.items() if n not in rows}
+        adjoint = {name: Adjoint((rows | frozen)[name].clone(), {}) for name in self.params}
         return adjoint, losses.detach().cpu()
+
+    @property
+    def _moving(self) -> dict[str, nn.Parameter]:
+        """The parameters that are not frozen: an optimizer may have others, which it leaves as they are."""
+        return {name: p for name, p in self.params.items() if p.requires_grad}
 
     def _through(
         self,
@@ -163,9 +170,10 @@ class _Run:
             moments.append(self._moment(optimizer))
             with torch.enable_grad():
                 losses = self._losses(note)
-                grads = torch.autograd.grad(losses.mean(), list(self.params.values()), allow_unused=True)
-            for (name, p), g, options in zip(self.params.items(), grads, _options(note), strict=True):
-                p.grad = g
+                found = torch.autograd.grad(losses.mean(), list(self._moving.values()), allow_unused=True)
+            grads = dict(zip(self._moving, found, strict=True))
+            for (name, p), options in zip(self.params.items(), _options(note), strict=True):
+                p.grad = grads.get(name)
                 group = next(group for group in optimizer.param_groups if group["name"] == name)
                 group.update(options)
             optimizer.step()
@@ -212,11 +220,10 @@ class _Run:
         with torch.no_grad():
             for name, p in self.params.items():
                 p.copy_(moment.parameters[name])
-        params = list(self.params.values())
         with torch.enable_grad(), differentiable_twice():
-            losses = self._losses(note)
-            found = torch.autograd.grad(losses.mean(), params, create_graph=True, allow_unused=True)
-            reached = {n: g for n, g in zip(self.params, found, strict=True) if g is not None}
+            losses, moving = self._losses(note), self._moving
+            found = torch.autograd.grad(losses.mean(), list(moving.values()), create_graph=True, allow_unused=True)
+            reached = {n: g for n, g in zip(moving, found, strict=True) if g is not None}
             towards = self._pulled(note, moment, adjoint, reached)
             if not towards:
                 return losses.new_zeros(len(losses), len(next(iter(adjoint.values())).parameter))

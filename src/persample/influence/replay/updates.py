@@ -63,7 +63,7 @@ def _sgd(
 ) -> tuple[Adjoint, Tensor]:
     """Of g = gradient + decay * p; b' = momentum * b + (1 - dampening) * g; p' = p - lr * (b' or g + momentum * b')."""
     moved = -options["lr"] * after.parameter
-    momentum, kept = options["momentum"], {}
+    momentum, kept = options["momentum"], dict(after.kept)  # without momentum, a buffer waits for steps that have some
     if momentum:
         buffer = after.kept["momentum_buffer"] + (momentum * moved if options["nesterov"] else moved)
         of_gradient = moved if options["nesterov"] else torch.zeros_like(moved)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from hashlib import blake2b
+from os import urandom
 from typing import Any
 
 import torch
 from torch import Tensor
 
 _BYTES = 16
-_WORDS = 64  # of eight bytes, which become one in a short form
+_WORDS = 128  # of four bytes, of which a short form has one sum of eight bytes
+_AT_ONCE = 2**11  # sums that are made at a time: their words stay in caches
 
 
 def of_tensors(tensors: Mapping[str, Tensor]) -> str:
@@ -27,18 +29,20 @@ class Known:
     """`of_tensors` of a model that is asked for again and again, and differs seldom.
 
     Hashing every bit takes longer than many a question. What is hashed each time is a short form: sums of a few words,
-    each times an odd number of its own, which are made as fast as memory is read, and where the tensors are.
+    each times a random number of its own, which are made as fast as memory is read. Two states, whatever they are, have
+    the same with a chance of at most one in 2**33, as nothing but this object knows its random numbers.
     """
 
     def __init__(self) -> None:
         self._by_short_form: dict[str, str] = {}
+        self._factors = torch.frombuffer(bytearray(urandom(8 * _WORDS)), dtype=torch.int64)
 
     def of(self, tensors: Mapping[str, Tensor]) -> str:
         """`of_tensors`; where a short form is the same as before, so is the text."""
         digest: Any = blake2b(digest_size=_BYTES)
         for name, t in tensors.items():
             digest.update(f"{name} {t.dtype} {tuple(t.shape)}\n".encode())
-            digest.update(_short_form(_bytes_of(t)).cpu().numpy())
+            digest.update(_short_form(_bytes_of(t), self._factors).cpu().numpy())
         short = digest.hexdigest()
         if short not in self._by_short_form:
             self._by_short_form[short] = of_tensors(tensors)
@@ -90,12 +94,14 @@ def _bytes_of(t: Tensor) -> Tensor:
     return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
 
 
-def _short_form(flat: Tensor) -> Tensor:
-    """Of many bytes, fewer that differ where these do, but for one case in 2**64."""
-    whole = flat.numel() // (8 * _WORDS) * 8 * _WORDS
-    if not whole or flat.storage_offset() % 8:
+def _short_form(flat: Tensor, factors: Tensor) -> Tensor:
+    """Of many bytes, fewer: Σ factors[i] · word[i] modulo 2**64 of every so many words of four bytes.
+
+    Two words differ by a number that 2**32 does not divide, so that one of 2**33 random factors hides it at most.
+    """
+    whole = flat.numel() // (4 * _WORDS) * 4 * _WORDS
+    if not whole or flat.storage_offset() % 4:
         return flat
-    words = flat[:whole].view(torch.int64).view(-1, _WORDS)
-    odd = torch.arange(1, 2 * _WORDS, 2, device=flat.device)
-    sums = [(some * odd).sum(1) for some in words.split(2**14)]
+    words, factors = flat[:whole].view(torch.int32).view(-1, _WORDS), factors.to(flat.device)
+    sums = [some.to(torch.int64).mul_(factors).sum(1) for some in words.split(_AT_ONCE)]
     return torch.cat([torch.cat(sums).view(torch.uint8), flat[whole:]])

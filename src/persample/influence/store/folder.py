@@ -129,7 +129,10 @@ class Folder:
                 f"the index in {self.path} is not complete: call index.build(loader) again, which makes the "
                 f"chunks that are missing"
             )
-        return [int(n) for n in found]
+        try:
+            return [int(n) for n in found]
+        except (TypeError, ValueError) as error:
+            raise self._damaged(error) from error
 
     def exists(self) -> bool:
         """Has an index been begun here?"""
@@ -158,12 +161,17 @@ class Folder:
             found: dict[str, Any] = json.loads(path.read_text())
             if found["plan"]["format"] != FORMAT:
                 raise DamagedError(f"{path} has format {found['plan']['format']}; this version reads format {FORMAT}")
-            Plan(**found["plan"])
+            plan = Plan(**found["plan"])
+            _ = plan.blocks, plan.encoding, plan.name  # which say so, if they cannot be made of it
             return found
-        except (LookupError, TypeError, json.JSONDecodeError) as error:
-            raise DamagedError(
-                f"{path} is damaged ({error!r}): restore it, or build the index in another folder"
-            ) from error
+        except DamagedError:
+            raise
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            raise self._damaged(error) from error
+
+    def _damaged(self, error: Exception) -> DamagedError:
+        path = self.path / "index.json"
+        return DamagedError(f"{path} is damaged ({error!r}): restore it, or build the index in another folder")
 
     def _write(self, content: dict[str, Any]) -> None:
         write_bytes(self.path / "index.json", (json.dumps(content, indent=1, sort_keys=True) + "\n").encode())
