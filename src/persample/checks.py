@@ -121,9 +121,15 @@ def _surroundings(losses: Tensor) -> Iterator[None]:
 @contextmanager
 def boundary(losses: Tensor) -> Iterator[None]:
     """Keep the caller's modes out, and add the remedy to PyTorch's own errors."""
+    with explained(losses), torch.inference_mode(False), _without_autocast(losses), _surroundings(losses):
+        yield
+
+
+@contextmanager
+def explained(losses: Tensor) -> Iterator[None]:
+    """Add the remedy to PyTorch's own errors."""
     try:
-        with torch.inference_mode(False), _without_autocast(losses), _surroundings(losses):
-            yield
+        yield
     except RuntimeError as error:
         if "second time" in str(error):
             raise RuntimeError(

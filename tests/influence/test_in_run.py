@@ -192,6 +192,10 @@ def test_bad_input_is_refused() -> None:
         run.backward(losses, torch.arange(6))
     with pytest.raises(ValueError, match="whole numbers"):
         run.backward(losses, torch.arange(7) - 1)
+    endless = pi.InRun(model, validation, losses_fn, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=1))
+    with pytest.raises(ValueError, match="without end"):
+        endless.backward(losses, torch.arange(7))
+    losses = losses_fn(model, train)
     scalar = pi.InRun(model, validation, lambda model, batch: losses_fn(model, batch).mean(), lr=0.1)
     with pytest.raises(ValueError, match="per validation example"):
         scalar.backward(losses, torch.arange(7))

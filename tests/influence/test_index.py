@@ -15,6 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import persample as ps
@@ -333,6 +335,20 @@ def test_check_and_errors(tmp_path: Path) -> None:
     assert found.worst < 1e-6
     errors = index.error(DATA[0])
     assert errors["float32"].rows == 0 < errors["float16"].largest < 1e-3 < errors["int8"].largest < 1e-2
+
+
+def test_check_of_checkpoints_and_of_regions_that_can_be_gone_through_once(tmp_path: Path) -> None:
+    def checkpointed(model: nn.Module, batch: Any) -> Tensor:
+        h = checkpoint(model[0], batch[0].clone().requires_grad_(), use_reentrant=True)
+        return F.cross_entropy(model[1:](h), batch[1], reduction="none")
+
+    index = pi.Index(tmp_path / "reentrant", model_of(), checkpointed).build(DATA)
+    assert index.check(DATA[0]).worst < 1e-6
+    compiled = torch.compile(model_of(), backend="aot_eager")
+    assert isinstance(compiled, nn.Module)
+    index = pi.Index(tmp_path / "compiled", compiled, losses_fn).build(DATA)
+    with pytest.raises(ps.UnsupportedError, match=r"use the model without torch\.compile"):
+        index.check(DATA[0])
 
 
 def test_the_bar_says_rate_and_time_left() -> None:

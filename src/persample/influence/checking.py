@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.norms import row_norms
+from ..testing.compare import one_by_one
 from .store import Dtype, Encoding
 from .subject import Subject, evaluating
 
@@ -42,8 +43,7 @@ def check(subject: Subject, batch: Any) -> Check:
     want, params = {name: torch.zeros_like(block) for name, block in found.items()}, subject.params
     with evaluating(subject.model), torch.enable_grad():
         losses = subject.losses(batch, 0).flatten()
-        for i in range(len(losses)):
-            grads = torch.autograd.grad(losses[i], list(params.values()), retain_graph=True, allow_unused=True)
+        for i, grads in enumerate(one_by_one(losses, list(params.values()))):
             for (name, p), g in zip(params.items(), grads, strict=True):
                 if g is not None:
                     want[name][i] = subject.sketch.of_stack(name, p, g.detach().unsqueeze(0))[0]

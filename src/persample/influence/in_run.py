@@ -234,6 +234,8 @@ def _step_size(optimizer: Optimizer, group: Mapping[str, Any]) -> float:
     """What a gradient is multiplied with in the end, momentum included."""
     lr = float(group["lr"])
     if isinstance(optimizer, SGD) and group["momentum"]:
+        if group["momentum"] == 1:
+            raise ValueError("with momentum=1 a gradient moves the weights without end, and has no value: choose less")
         lr *= (1 - group["dampening"]) / (1 - group["momentum"])
     return -lr if group.get("maximize") else lr
 

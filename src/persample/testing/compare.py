@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._errors import PerformanceWarning
 from .._table import render
-from ..checks import check_losses
+from ..checks import check_losses, explained
 from ..graph.read.compiled import break_graph
 from ..graph.read.roots import Roots
 from ..graph.read.saved import metadata
@@ -87,17 +87,24 @@ def definition(losses: Tensor, params: Params) -> dict[str, Tensor]:
     tensors = named(params)
     flat = losses.reshape(-1)
     stacks = {name: torch.zeros((len(flat), *p.shape), dtype=p.dtype, device=p.device) for name, p in tensors.items()}
-    leaves = _leaves(losses) if hides_ops(losses) else None
-    for i, loss in enumerate(flat.unbind() if tensors else ()):
-        rows: Sequence[Tensor | None]
-        if leaves is None:
-            rows = torch.autograd.grad(loss, list(tensors.values()), retain_graph=True, allow_unused=True)
-        else:
-            rows = by_backward(loss, list(tensors.values()), leaves, retain_graph=True)
+    for i, rows in enumerate(one_by_one(flat, list(tensors.values())) if tensors else ()):
         for stack, row in zip(stacks.values(), rows, strict=True):
             if row is not None:
                 stack[i] = row.to_dense() if row.layout != torch.strided else row
     return {name: stack.view(*losses.shape, *stack.shape[1:]) for name, stack in stacks.items()}
+
+
+def one_by_one(losses: Tensor, tensors: Sequence[Tensor]) -> Iterator[Sequence[Tensor | None]]:
+    """The gradients of ``tensors`` by one ordinary backward for each of ``losses`` (B,), which keeps the graph."""
+    leaves = _leaves(losses) if hides_ops(losses) else None
+    for loss in losses.unbind():
+        with explained(losses):
+            rows: Sequence[Tensor | None]
+            if leaves is None:
+                rows = torch.autograd.grad(loss, list(tensors), retain_graph=True, allow_unused=True)
+            else:
+                rows = by_backward(loss, tensors, leaves, retain_graph=True)
+        yield rows
 
 
 def hides_ops(losses: Tensor) -> bool:
