@@ -85,7 +85,7 @@ class Subject:
     def losses(self, batch: Any, seed: int, losses_fn: LossesFn | None = None) -> Tensor:
         """(B,) or (B, T), with their graph."""
         devices = list({p.device for p in self.params.values() if p.device.type == "cuda"})
-        with _evaluating(self.model), torch.enable_grad(), torch.random.fork_rng(devices):
+        with evaluating(self.model), torch.enable_grad(), torch.random.fork_rng(devices):
             torch.manual_seed(seed)
             losses = (losses_fn or self.losses_fn)(self.model, batch)
         if not isinstance(losses, Tensor) or losses.ndim not in (1, 2):
@@ -139,7 +139,7 @@ def read_state(path: Path) -> Mapping[str, Tensor]:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode: with dropout, or statistics of the batch, gradients would be of no example alone."""
     training = [module for module in model.modules() if module.training]
     for module in training:
