@@ -53,6 +53,8 @@ class Subject:
             raise TypeError(f"losses_fn must be a function losses_fn(model, batch), not {type(losses_fn).__name__}")
         if not isinstance(sketch, Sketch):
             raise TypeError(f"sketch must be one such as pi.Blocks(16, 16), not {type(sketch).__name__}")
+        if isinstance(params, str):
+            raise TypeError(f"params must be names of parameters, [{params!r}], not one string")
         every = named(model)
         unknown = [] if params is None else [name for name in params if name not in every]
         if unknown:
