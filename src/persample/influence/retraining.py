@@ -86,8 +86,8 @@ def _check_can_be_sent(retrain: Retrain) -> None:
         pickle.dumps(retrain)
     except Exception as error:
         raise TypeError(
-            f"retrain cannot be sent to other processes ({error}): with workers it must be a function of a module, or an "
-            f"object whose class is; or train in this process, with workers=0"
+            f"retrain cannot be sent to other processes ({error}): with workers it must be a function of a module, not "
+            f"one that is defined in another, nor a lambda; or train in this process, with workers=0"
         ) from error
 
 
