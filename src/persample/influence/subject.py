@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import verbs
+from ..distributed import is_sharded, owners
 from ..params import named
 from .sketches import Sketch, Sketched
 from .store.files import safetensors
@@ -62,6 +63,7 @@ class Subject:
         chosen = every if params is None else {name: p for name, p in every.items() if name in set(params)}
         if not chosen:
             raise ValueError("the model has no trainable parameters: gradients are taken of those that require grad")
+        _check_whole(chosen)
         return cls(model, losses_fn, sketch, chosen)
 
     @property
@@ -122,6 +124,18 @@ class Subject:
     def fingerprint(self) -> str:
         """Of every parameter and buffer as they are now."""
         return self._known.of({name: t for name, t in self.model.state_dict().items() if isinstance(t, Tensor)})
+
+
+def _check_whole(params: Mapping[str, Tensor]) -> None:
+    """An index's processes take batches of their own, and would wait for one another's parts for ever."""
+    held: Mapping[str, Any] = owners(params)
+    parted = [name for name, p in held.items() if is_sharded(p) and p.device_mesh.size() > 1]
+    if parted:
+        raise ValueError(
+            f"parameters {parted[:8]} are sharded over several processes (FSDP2, tensor parallel), each of which takes "
+            f"chunks of its own: build and ask with the whole model in every process. pi.exact, with pi.Fisher, and "
+            f"pi.dual take sharded models"
+        )
 
 
 def read_state(path: Path) -> Mapping[str, Tensor]:
