@@ -191,22 +191,30 @@ def curves(found: Found) -> Any:
     from matplotlib import pyplot as plt
 
     grown = found["growth"]
-    figure, (first, second, third) = plt.subplots(1, 3, figsize=(11, 3.2), layout="constrained")
+    figure, (first, second, third) = plt.subplots(1, 3, figsize=(12, 3.2), layout="constrained")
+    figure.get_layout_engine().set(wspace=0.08)
     counts = [row["examples"] for row in grown["examples"]]
     for part, colour in (("build", "#0072B2"), ("fit", "#009E73"), ("query", "#D55E00")):
         first.loglog(counts, [row[part] for row in grown["examples"]], "o-", color=colour, label=f"{part}, s")
     first.loglog(counts, [row["bytes"] / 1e6 for row in grown["examples"]], "s:", color="#888888", label="MB")
     first.set(xlabel="examples", title="MLP on digits, float16")
     first.legend(frameon=False)
-    for axes, rows, key, title in (
-        (second, grown["parameters"], "parameters", "GPT, 16 x 16 blocks"),
-        (third, grown["ranks"], "rank", "GPT of 5.8 M parameters"),
-    ):
-        values = [row[key] for row in rows]
-        axes.semilogx(values, [row["ratio"] for row in rows], "o-", color="#0072B2", label="ratio to a plain step")
-        axes.set(xlabel=key, title=title, ylim=(0, None))
-        size = axes.twinx()
-        size.loglog(values, [row["bytes_per_example"] for row in rows], "s:", color="#888888")
-        size.set_ylabel("bytes per example (dotted)")
-        axes.legend(frameon=False, loc="upper left")
+    ranks = [row["rank"] for row in grown["ranks"]]
+    _ratios(second, grown["parameters"], "parameters", "GPT, 16 x 16 blocks")
+    _ratios(third, grown["ranks"], "rank", "GPT of 5.8 M parameters")
+    third.set_xticks(ranks, [str(rank) for rank in ranks])
+    third.minorticks_off()
     return figure
+
+
+def _ratios(axes: Any, rows: Sequence[Found], key: str, title: str) -> None:
+    """Time and bytes against one of the settings, each with an axis of its own."""
+    values, most = [row[key] for row in rows], max(row["ratio"] for row in rows)
+    axes.semilogx(values, [row["ratio"] for row in rows], "o-", color="#0072B2")
+    axes.set(xlabel=key, title=title, ylim=(0, 1.15 * most))
+    axes.set_ylabel("build, in plain steps", color="#0072B2")
+    size = axes.twinx()
+    size.loglog(values, [row["bytes_per_example"] for row in rows], "s:", color="#888888")
+    size.set_ylabel("bytes per example (dotted)")
+    size.set_ylim(1e3, 1e6)
+    size.minorticks_off()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 import persample as ps
 from persample import influence as pi
@@ -196,10 +198,29 @@ def test_bad_input() -> None:
         pi.Fisher(draws=0)
     with pytest.raises(ValueError, match="'sum' or 'mean'"):
         pi.categorical(logits_fn, over="max")  # type: ignore[arg-type]
+    shuffled = DataLoader(TensorDataset(*data[0]), 2, shuffle=True)
+    for ask in (pi.exact, pi.dual):
+        with pytest.raises(ValueError, match=r"the loader shuffles \(RandomSampler\).*shuffle=False"):
+            ask(model.requires_grad_(True), losses_fn, shuffled, queries)
+    for wrong in ({"product": pi.GaussNewton}, {"preconditioner": [pi.KFAC()]}):
+        with pytest.raises(TypeError, match=r"must be one such as pi\..*, not (the class GaussNewton itself|a list)"):
+            pi.exact(model, losses_fn, data, queries, **wrong)
+    with pytest.raises(TypeError, match=r"curvature must be one such as pi.Shampoo\(\), not a str"):
+        pi.fit("kfac", model, losses_fn, data)  # type: ignore[arg-type]
     turned = nn.Linear(2, 2)
     turned.register_parameter("phase", nn.Parameter(torch.ones(2, dtype=torch.complex64)))
     with pytest.raises(TypeError, match="complex"):
         pi.fit(pi.KFAC(), turned, losses_fn, data)
+
+
+def test_a_model_in_training_mode_is_evaluated_and_left_as_it_was() -> None:
+    """Dropout would make every pass another curvature."""
+    model, data, queries = model_and_data()
+    model = nn.Sequential(*model, nn.Dropout(0.5))
+    for ask in (partial(pi.exact, product=NEWTON), partial(pi.exact, product=pi.Hessian()), pi.dual):
+        want, found = (ask(model.train(mode), losses_fn, data, queries, damping=0.5) for mode in (False, True))
+        assert torch.equal(found, want)
+        assert all(module.training for module in model)
 
 
 class Attention(nn.Module):

@@ -308,7 +308,11 @@ def test_bad_losses_and_arguments(tmp_path: Path) -> None:
         index_of(tmp_path, "float8")
     with pytest.raises(FileNotFoundError, match=r"holds no index: call index\.build"):
         index_of(tmp_path / "none").query(QUERY)
+    with pytest.raises(TypeError, match=r"params must be names of parameters, \['0.weight'\], not one string"):
+        pi.Index(tmp_path, model, losses_fn, params="0.weight")
     index = index_of(tmp_path / "i").build(DATA)
+    with pytest.raises(TypeError, match=r"targets as sketches \(Q, D\), index\.vectors\(batch\), or none"):
+        pi.select(index, QUERY, count=2, method="diverse")
     with pytest.raises(ValueError, match="k must be a positive integer"):
         index.query(QUERY, k=0)
     with pytest.raises(ValueError, match=r"parameters that the index does not have: \['x'\]"):

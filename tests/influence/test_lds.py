@@ -100,13 +100,15 @@ def test_bad_input_is_refused() -> None:
         pi.lds(truth(), lambda ids, seed: torch.full((3,), torch.nan))
     with pytest.raises(ValueError, match="count must be"):
         pi.counterfactual(truth(), linear, count=EXAMPLES)
+    with pytest.raises(TypeError, match=r"retrain cannot be sent to other processes .* must be a function of a module"):
+        pi.lds(truth(), lambda ids, seed: torch.ones(3), workers=2)
 
 
 @pytest.mark.slow
 def test_replays_predict_what_training_without_examples_does() -> None:
-    """The figure of benchmarks/influence_runs.py, with fewer subsets."""
+    """The figure of benchmarks/influence/runs.py, with fewer subsets."""
     pytest.importorskip("sklearn")
-    from benchmarks.influence_runs import replayed
+    from benchmarks.influence.runs import replayed
 
     (row,) = replayed(drops=(0.01,), subsets=20)
     assert row["lds"] >= 0.97

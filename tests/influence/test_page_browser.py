@@ -82,6 +82,21 @@ def test_everything_fits_on_paper(page: browser.Page) -> None:
     page.media()
 
 
+def test_small_tables_fit_on_paper_of_every_size(tmp_path: Path) -> None:
+    """From A5 to A4 across: cards stand beside each other, and no table is wider than its card."""
+    labelled = lambda i: {"image": torch.rand(8, 8), "label": i, "predicted": i + 1}  # noqa: E731
+    place = tmp_path / "hits.html"
+    place.write_text(pi.hits_page(hits(), hits(), show=labelled, show_query=labelled))
+    with browser.page() as tab:
+        tab.media(kind="print")
+        tab.open(place)
+        for width in range(450, 1100, 25):
+            tab.resize(width)
+            assert tab.ask("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+            inside = "[...document.querySelectorAll('.hits li')].every(e => e.scrollWidth <= e.clientWidth + 1)"
+            assert tab.ask(inside), width
+
+
 @pytest.mark.parametrize("kind", ["screen", "print"])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_contrast(page: browser.Page, scheme: str, kind: str) -> None:

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 
+from persample import influence as pi
 from persample.influence.curvature.kinds import Shampoo
 from tests.distributed.processes import Processes
 from tests.influence import programs
-from tests.influence.programs import content, index_of
+from tests.influence.programs import content, index_of, losses_fn, model_of
 
 
 def fit(rank: int, world: int, folder: str) -> torch.Tensor:
@@ -50,5 +52,28 @@ def test_ranks_make_the_bytes_of_one_process(tmp_path: Path, world: int) -> None
         alone = fit(0, 1, str(tmp_path / "one"))
         for scores in processes.run(fit, str(tmp_path / "many")):
             assert torch.allclose(scores, alone, rtol=1e-4, atol=1e-5)
+    finally:
+        processes.stop()
+
+
+def sharded(rank: int, world: int, folder: str) -> None:
+    """Data and queries are the same in all processes, and so are the answers; an index is refused before it waits."""
+    plain, parted, data = model_of().eval(), model_of().eval(), programs.batches_of()
+    fully_shard(parted)
+    for ask in (pi.exact, pi.dual):
+        want, found = (ask(model, losses_fn, data, data[0], damping=0.1) for model in (plain, parted))
+        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match=r"\['0.weight', .* are sharded over several processes .* whole model"):
+        pi.Index(folder, parted, losses_fn)
+    newton = pi.GaussNewton(lambda m, b: m(b[0]), lambda z, b: losses_fn(torch.nn.Identity(), (z, b[1])))
+    for product in (newton, pi.Hessian()):
+        with pytest.raises(ValueError, match=r"are sharded .* use product=pi\.Fisher"):
+            pi.exact(parted, losses_fn, data, data[0], product=product, damping=0.1)
+
+
+def test_sharded_models(tmp_path: Path) -> None:
+    processes = Processes(2, tmp_path)
+    try:
+        processes.run(sharded, str(tmp_path / "i"))
     finally:
         processes.stop()

@@ -30,9 +30,10 @@ class Ledger:
         if self.journal is not None:
             self.advance(self.journal.steps, self.journal.passes)
         if self.steps >= self.plan.length or (opens_pass and not self.left):
+            spent = "" if self.plan.delta is None else f", and epsilon {self.spent():.4g} is spent"
             raise PrivacyError(
-                f"the plan is used up: {self.steps} of {self.plan.length} steps are done, and epsilon "
-                f"{self.spent():.4g} is spent. More steps need a plan that had them from the start"
+                f"the plan is used up: {self.steps} of {self.plan.length} steps are done{spent}. More steps need a "
+                f"plan that had them from the start"
             )
         if self.journal is not None:
             self.journal.add(opens_pass)

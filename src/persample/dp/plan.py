@@ -15,6 +15,7 @@ from .accounting import ACCOUNTANTS, Accountant, epsilon, epsilon_of_all
 from .correlated.choose import best_bands
 from .correlated.encoders import Encoder, banded, buffered
 from .correlated.settings import MechanismName, Sampling, check_settings, most_bands
+from .deltas import asked, check_delta, check_needed, warn_of_large
 from .loaders import planned
 from .solve import CLOSE, least_noise, most_steps
 from .units import name_of_one, units
@@ -45,7 +46,8 @@ class Plan:
             said of examples is then said of users (docs/private-training.md).
         items_per_user: how many items of a user a step takes at most; all, if it is left out. It changes no promise.
         batch_size: the expected size of a batch: every example is in it with probability batch_size / examples.
-        delta: the probability with which the promise may fail; far below 1 / examples.
+        delta: the probability with which the promise may fail; far below 1 / examples. A plan of length and noise can
+            leave it out: epsilon is then asked for at a delta when a run reports, by `Private.spent`.
         epochs: the length, as expected passes over the dataset.
         steps: the length, as optimizer steps.
         epsilon: the budget.
@@ -69,7 +71,7 @@ class Plan:
     users: int | None = None
     items_per_user: int | None = None
     batch_size: int
-    delta: float
+    delta: float | None = None
     epochs: float | None = None
     steps: int | None = None
     epsilon: float | None = None
@@ -88,7 +90,8 @@ class Plan:
         self._check_numbers()
         self._check_length()
         self._check_privacy()
-        self._warn_of_large_delta()
+        if self.delta is not None:
+            warn_of_large(self.delta, self.examples, self._one)
         if self.epochs is not None:
             self._set("steps", max(1, math.ceil(self.epochs * self.steps_per_epoch - 1e-9)))
         missing = [name for name in ("steps", "epsilon", "noise_multiplier") if getattr(self, name) is None]
@@ -97,6 +100,7 @@ class Plan:
                 f"a plan needs two of length (epochs or steps), epsilon and noise_multiplier, and solves for the "
                 f"third; missing are {' and '.join(missing)}"
             )
+        check_needed(self.delta, missing)
         check_settings(self, solves_steps="steps" in missing)
         if self.noise_schedule is not None:
             self._set("noise_schedule", schedules.checked(self.noise_schedule, "noise_schedule"))
@@ -107,7 +111,7 @@ class Plan:
             self._set("buffers", self.buffers or _BUFFERS)
         if not missing:
             self._check_promise()
-        for name in missing:
+        for name in missing if self.delta is not None else []:
             getattr(self, f"_solve_{name}")()
             self._set("solved", name)
         if (self.bands or 1) > self.length:
@@ -137,18 +141,10 @@ class Plan:
             raise ValueError("epsilon must be positive: with epsilon 0 nothing may be learnt")
         if self.noise_multiplier == math.inf:
             raise ValueError("noise_multiplier must be finite")
-        _check_delta(self.delta)
+        if self.delta is not None:
+            check_delta(self.delta)
         if self.accountant not in ACCOUNTANTS:
             raise ValueError(f"accountant must be one of {', '.join(ACCOUNTANTS)}, not {self.accountant!r}")
-
-    def _warn_of_large_delta(self) -> None:
-        """Still a promise, and published results use 1 / examples: said loudly, not refused."""
-        if self.delta >= 1 / self.examples:
-            warnings.warn(
-                f"delta {self.delta:g} is not below 1 / {self._one}s = {1 / self.examples:g}: publishing one "
-                f"{self._one} in full would keep such a promise. Choose a delta far below that",
-                stacklevel=4,
-            )
 
     @property
     def _one(self) -> str:
@@ -236,6 +232,8 @@ class Plan:
 
         It promises more where a noise multiplier of 1/64 would do: none below 1/32 is looked for then.
         """
+        if self.delta is None:
+            raise ValueError("plans that promise the same do so at a delta: give this one a delta to compare it")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a delta that this plan has warned of
             return replace(
@@ -253,14 +251,16 @@ class Plan:
 
         It is at the plan's delta, or at another.
         """
-        if delta is not None:
-            _check_delta(delta)
         if self.sampling == "shuffled" and passes is None:
             passes = math.ceil(steps / self.steps_per_epoch)
         return self._epsilon(steps, self.noise, passes, delta)
 
+    def delta_for(self, delta: float | None = None) -> float:
+        """The delta at which epsilon is asked for: this one, or the plan's."""
+        return asked(self.delta, delta)
+
     def _epsilon(self, steps: int, noise: float, passes: int | None = None, delta: float | None = None) -> float:
-        delta = self.delta if delta is None else delta
+        delta = self.delta_for(delta)
         if self.noise_schedule is not None:
             counts = schedules.counts(self.noise_schedule, steps, self.length)
             each = tuple((count, noise * factor) for factor, count in counts.items())
@@ -283,9 +283,11 @@ class Plan:
         """Those with the least expected error, for the epsilon that is given, or that independent noise would have."""
         if self.sampling == "cyclic" or self.noise_multiplier == 0:
             return best_bands(self.length, most_bands(self), self.momentum, lambda bands: 1.0)
+        if (delta := self.delta) is None:
+            raise ValueError("which bands are best depends on delta: give delta, or bands")
 
         def spent(bands: int, noise: float) -> float:  # by the faster accountant: for a choice, it is good enough
-            return epsilon(math.ceil(self.length / bands), min(1.0, self.rate * bands), noise, self.delta, "rdp")
+            return epsilon(math.ceil(self.length / bands), min(1.0, self.rate * bands), noise, delta, "rdp")
 
         budget = spent(1, self.noise) if self.epsilon is None else self.budget
         return best_bands(
@@ -359,11 +361,6 @@ class Plan:
 
 def _is_number(value: object, *types: type) -> bool:
     return isinstance(value, types) and not isinstance(value, bool)
-
-
-def _check_delta(delta: object) -> None:
-    if not isinstance(delta, float) or not 0 < delta < 1:
-        raise ValueError(f"delta must be a number between 0 and 1, not {delta!r}")
 
 
 def _close(name: str, own: float, other: object) -> bool:

@@ -158,7 +158,7 @@ class Private:
         Args:
             delta: at which epsilon is asked for; by default the plan's, which is what was promised.
         """
-        return Spent(self._ledger.spent(delta), self.plan.delta if delta is None else delta, self._ledger.steps)
+        return Spent(self._ledger.spent(delta), self.plan.delta_for(delta), self._ledger.steps)
 
     def epochs(self, data: Any, **options: Any) -> Iterator[Iterator[Any]]:
         """The batches of one epoch after another, until the plan's steps are done.

@@ -49,18 +49,26 @@ def warn_of(earlier: list[Ledger], ledger: Ledger) -> bool:
     """Say what the runs have spent together, by basic composition; whether there is anything to say."""
     if not earlier or not ledger.plan.noise:
         return False
-    epsilon = sum(one.spent() for one in earlier)
-    delta = sum(one.plan.delta for one in earlier)
     runs = "an earlier run" if len(earlier) == 1 else f"{len(earlier)} earlier runs"
+    known, together = _spent(earlier, ledger)
     warnings.warn(
-        f"{runs} in this process had the same model or dataset, and spent epsilon {epsilon:.4g} at delta {delta:g}. "
-        f"This run counts itself alone; for examples that were in all of them, epsilon is up to "
-        f"{epsilon + ledger.plan.budget:.4g} at delta {delta + ledger.plan.delta:g}. To have one account, plan all "
-        f"steps together and go on with one dp.Private, or resume it from its file",
+        f"{runs} in this process had the same model or dataset{known}. This run counts itself alone; for examples that "
+        f"were in all of them, {together}. To have one account, plan all steps together and go on with one dp.Private, "
+        f"or resume it from its file",
         PrivacyWarning,
         stacklevel=3,
     )
     return True
+
+
+def _spent(earlier: list[Ledger], ledger: Ledger) -> tuple[str, str]:
+    """What is known of the earlier runs, and of all together."""
+    deltas = [one.plan.delta for one in earlier if one.plan.delta is not None]
+    if ledger.plan.delta is None or len(deltas) < len(earlier):
+        return "", "the epsilons and the deltas of all runs add up"
+    epsilon, delta = sum(one.spent() for one in earlier), sum(deltas)
+    together = f"epsilon is up to {epsilon + ledger.plan.budget:.4g} at delta {delta + ledger.plan.delta:g}"
+    return f", and spent epsilon {epsilon:.4g} at delta {delta:g}", together
 
 
 def _trained(model: nn.Module) -> Iterator[nn.Module]:

@@ -27,11 +27,11 @@ def in_words(plan: Plan) -> str:
     if plan.sampling == "poisson" and (plan.bands or 1) > 1:
         sampled, neighbours = f"{sampled} from {plan.bands} parts in turn", _IN_ITS_PLACE
     promise = f"no privacy: with{'out' if not plan.noise else ' so little'} noise, epsilon is infinite"
-    if plan.budget < math.inf:
-        promise = (
-            f"epsilon {plan.budget:.4g} at delta {plan.delta:g} ({plan.accountant.upper()} accountant, neighbours: "
-            f"one {one} {neighbours})"
-        )
+    by = f"({plan.accountant.upper()} accountant, neighbours: one {one} {neighbours})"
+    if plan.delta is None and plan.noise:
+        promise = f"no delta: spent(delta=...) has the epsilon {by}"
+    elif plan.delta is not None and plan.budget < math.inf:
+        promise = f"epsilon {plan.budget:.4g} at delta {plan.delta:g} {by}"
     noise = f"noise multiplier {plan.noise:.5g}{_correlation(plan)}{_stages(plan)}"
     return f"{plan.length} steps ({plan.epochs:.4g} epochs) {sampled}\n{noise}\n{promise}"
 

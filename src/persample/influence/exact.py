@@ -17,6 +17,7 @@ from .curvature.base import WHOLE_DAMPING, Curvature, check_damping
 from .curvature.kinds import FittedBlocks, OfBlocks, Shampoo
 from .products import Fisher, Product
 from .sampling import LossesFn, SampleLossesFn, generator_of
+from .subject import evaluating
 from .vectors import Fit, applied, batches, joined, matrix_of, parted, trainable
 
 
@@ -52,17 +53,19 @@ def fit(
         seed: of the labels.
     """
     check_damping(damping)
+    _check_kind("curvature", curvature, Curvature, "pi.Shampoo()")
     params, sampled = trainable(model), curvature.labels == "sampled"
     if sampled and sample_losses_fn is None:
         raise ValueError("labels='sampled' needs sample_losses_fn, for classifiers pi.categorical(logits_fn)")
     curvature.start(matrix_of(params))
     for _ in range(curvature.passes):
-        for number, batch in batches(loader):
-            if sampled and sample_losses_fn is not None:
-                losses = sample_losses_fn(model, batch, generator_of(seed, number))
-            else:
-                losses = losses_fn(model, batch)
-            reduce(losses, params, Fit(curvature))
+        with evaluating(model):
+            for number, batch in batches(loader):
+                if sampled and sample_losses_fn is not None:
+                    losses = sample_losses_fn(model, batch, generator_of(seed, number))
+                else:
+                    losses = losses_fn(model, batch)
+                reduce(losses, params, Fit(curvature))
         curvature.end_pass()
     return curvature.fitted(damping)
 
@@ -82,8 +85,11 @@ def solve(
 ) -> Solution:
     """(curvature + damping)⁻¹ times the gradient of every query, by conjugate gradients; arguments as for `exact`."""
     check_damping(damping)
+    _check_kind("preconditioner", preconditioner, OfBlocks, "pi.KFAC()", optional=True)
+    _check_kind("product", product, Product, "pi.GaussNewton(outputs_fn, output_losses_fn)", optional=True)
     params = trainable(model)
-    given = joined(grad(losses_fn(model, queries), params), params)
+    with evaluating(model):
+        given = joined(grad(losses_fn(model, queries), params), params)
     if not len(given):
         raise ValueError("no queries: the batch of queries is empty")
     if not bool(torch.isfinite(given).all()):
@@ -105,9 +111,10 @@ def solve(
                 sizes[number] = size_of(losses_fn, model, batch)
         return total / sum(sizes.values()) + damping * vectors
 
-    solved, residuals, used = conjugate_gradients(
-        times, lambda v: applied(fitted, v, params), wanted, products, tolerance
-    )
+    with evaluating(model):
+        solved, residuals, used = conjugate_gradients(
+            times, lambda v: applied(fitted, v, params), wanted, products, tolerance
+        )
     return Solution(parted(solved, params), residuals, used, damping)
 
 
@@ -147,7 +154,7 @@ def exact(
     torch.Size([6, 24])
 
     Args:
-        model: whose trainable parameters are meant; in the mode (``eval()``) in which it is asked.
+        model: whose trainable parameters are meant; it is in evaluation mode meanwhile.
         losses_fn: from the model and a batch to losses (B,).
         loader: batches of training data, in the same order every time it is gone through.
         queries: a batch, as ``losses_fn`` takes it.
@@ -175,7 +182,8 @@ def exact(
         tolerance=tolerance,
     )
     params = trainable(model)
-    return torch.cat([dot(losses_fn(model, b), params, solution.directions) for _, b in batches(loader)]).t()
+    with evaluating(model):
+        return torch.cat([dot(losses_fn(model, b), params, solution.directions) for _, b in batches(loader)]).t()
 
 
 def conjugate_gradients(
@@ -267,7 +275,8 @@ def dual(
         yield losses_fn(model, queries)
 
     def between(rows: Callable[[], Iterable[Tensor]], columns: Callable[[], Iterable[Tensor]]) -> Tensor:
-        found = [torch.cat([gram(a, params, b, retain_graph=True) for b in columns()], 1) for a in rows()]
+        with evaluating(model):
+            found = [torch.cat([gram(a, params, b, retain_graph=True) for b in columns()], 1) for a in rows()]
         return torch.cat(found).double()
 
     kernel = between(drawn, drawn)
@@ -279,3 +288,9 @@ def dual(
     explained = between(asked, drawn) @ torch.linalg.solve(system, between(drawn, given))
     scores: Tensor = (between(asked, given) - explained) / damping
     return scores
+
+
+def _check_kind(name: str, value: object, kind: type, example: str, *, optional: bool = False) -> None:
+    if not isinstance(value, kind) and not (optional and value is None):
+        got = f"the class {value.__name__} itself" if isinstance(value, type) else f"a {type(value).__name__}"
+        raise TypeError(f"{name} must be one such as {example}, not {got}")

@@ -15,15 +15,13 @@ def check_order(loader: Any) -> None:
         name = type(sampler).__name__
         if "Random" in name:
             raise ValueError(
-                f"the loader shuffles ({name}), so that ids would mean nothing and a build could "
-                f"not be resumed: pass a "
-                f"DataLoader with shuffle=False"
+                f"the loader shuffles ({name}), so that places in the data would mean nothing: pass a DataLoader with "
+                f"shuffle=False"
             )
         if "Distributed" in name:
             raise ValueError(
-                f"the loader gives every process its own part ({name}), but chunks are shared out "
-                f"here: pass every process "
-                f"the same DataLoader, without a sampler"
+                f"the loader gives every process its own part ({name}): pass every process the same DataLoader, "
+                f"without a sampler"
             )
     elif isinstance(loader, Iterator):
         raise TypeError(

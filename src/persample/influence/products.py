@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..distributed import is_sharded, owners
 from ..shortcuts import dot
 from ..verbs import reduce
 from .sampling import LossesFn, OutputsFn, SampleLossesFn, generator_of
@@ -81,7 +82,7 @@ class Hessian(Product):
         number: int,
         vectors: Tensor,
     ) -> Tensor:
-        leaves = list(params.values())
+        leaves = _whole(params)
         with differentiable_twice():
             losses = losses_fn(model, batch).sum()
         gradients = torch.autograd.grad(losses, leaves, create_graph=True, allow_unused=True)
@@ -111,7 +112,7 @@ class GaussNewton(Product):
         number: int,
         vectors: Tensor,
     ) -> Tensor:
-        leaves = list(params.values())
+        leaves = _whole(params)
         with differentiable_twice():
             outputs = self.outputs_fn(model, batch)
         inner = outputs.detach().requires_grad_()
@@ -125,6 +126,17 @@ class GaussNewton(Product):
             return _pulled([outputs], leaves, [bent])
 
         return _of_each(product, params, vectors)
+
+
+def _whole(params: Mapping[str, Tensor]) -> list[Tensor]:
+    """The parameters, through which PyTorch itself differentiates twice."""
+    sharded = [name for name, p in owners(params).items() if is_sharded(p)]
+    if sharded:
+        raise ValueError(
+            f"parameters {sharded[:8]} are sharded (FSDP2, tensor parallel), and derivatives of derivatives need them "
+            f"whole: use product=pi.Fisher(sample_losses_fn), or pi.dual"
+        )
+    return list(params.values())
 
 
 def _pulled(outputs: Sequence[Tensor | None], leaves: Sequence[Tensor], cotangents: Sequence[Tensor]) -> list[Tensor]:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import pickle
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
@@ -63,6 +64,7 @@ def _in_processes(
     take: Callable[[tuple[int, int], Any], None],
 ) -> None:
     """Results are taken as they come; an error ends it, and what has come until then is kept."""
+    _check_can_be_sent(retrain)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         running: dict[Future[list[float]], tuple[int, int]] = {}
@@ -77,6 +79,16 @@ def _in_processes(
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def _check_can_be_sent(retrain: Retrain) -> None:
+    try:
+        pickle.dumps(retrain)
+    except Exception as error:
+        raise TypeError(
+            f"retrain cannot be sent to other processes ({error}): with workers it must be a function of a module, not "
+            f"one that is defined in another, nor a lambda; or train in this process, with workers=0"
+        ) from error
 
 
 def _called(retrain: Retrain, ids: list[int], seed: int) -> list[float]:

@@ -102,7 +102,10 @@ def _from_index(
         found = torch.cat([_self_influence(block) for block in blocks()])
         return _by_id(index, _best(found, fraction, count))
     if targets is not None and not isinstance(targets, Tensor):
-        raise TypeError("method='diverse' from an index needs targets as sketches (Q, D), or none for the whole data")
+        raise TypeError(
+            "method='diverse' from an index needs targets as sketches (Q, D), index.vectors(batch), or none for the "
+            "whole data"
+        )
     rows = torch.cat(list(blocks()))
     return _by_id(index, select(rows, targets, fraction=fraction, count=count, method=method, normalise=normalise))
 

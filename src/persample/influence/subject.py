@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import verbs
+from ..distributed import is_sharded, owners
 from ..params import named
 from .sketches import Sketch, Sketched
 from .store.files import safetensors
@@ -54,6 +55,8 @@ class Subject:
             raise TypeError(f"losses_fn must be a function losses_fn(model, batch), not {type(losses_fn).__name__}")
         if not isinstance(sketch, Sketch):
             raise TypeError(f"sketch must be one such as pi.Blocks(16, 16), not {type(sketch).__name__}")
+        if isinstance(params, str):
+            raise TypeError(f"params must be names of parameters, [{params!r}], not one string")
         every = named(model)
         unknown = [] if params is None else [name for name in params if name not in every]
         if unknown:
@@ -61,6 +64,7 @@ class Subject:
         chosen = [name for name in every if params is None or name in set(params)]
         if not chosen:
             raise ValueError("the model has no trainable parameters: gradients are taken of those that require grad")
+        _check_whole({name: every[name] for name in chosen})
         return cls(model, losses_fn, sketch, chosen)
 
     @property
@@ -141,6 +145,18 @@ def copied_state(model: nn.Module) -> dict[str, Any]:
     return {
         key: value.detach().clone() if isinstance(value, Tensor) else deepcopy(value) for key, value in state.items()
     }
+
+
+def _check_whole(params: Mapping[str, Tensor]) -> None:
+    """An index's processes take batches of their own, and would wait for one another's parts for ever."""
+    held: Mapping[str, Any] = owners(params)
+    parted = [name for name, p in held.items() if is_sharded(p) and p.device_mesh.size() > 1]
+    if parted:
+        raise ValueError(
+            f"parameters {parted[:8]} are sharded over several processes (FSDP2, tensor parallel), each of which takes "
+            f"chunks of its own: build and ask with the whole model in every process. pi.exact, with pi.Fisher, and "
+            f"pi.dual take sharded models"
+        )
 
 
 def read_state(path: Path) -> Mapping[str, Tensor]:

@@ -14,6 +14,7 @@ from ..factors.stacks import real_rows
 from ..reductions import Reduction
 from ..reductions.base import Call
 from .curvature.base import Curvature, Fitted
+from .loaders import check_order
 
 
 def trainable(model: nn.Module) -> dict[str, Tensor]:
@@ -57,6 +58,7 @@ def batches(loader: Iterable[Any]) -> Iterator[tuple[int, Any]]:
         raise TypeError("the loader can be gone through only once: pass a DataLoader or a list of batches instead")
     if isinstance(loader, Sized) and not len(loader):
         raise ValueError("no samples: the loader is empty")
+    check_order(loader)
     return enumerate(loader)
 
 
