@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -353,6 +354,15 @@ def test_check_of_checkpoints_and_of_regions_that_can_be_gone_through_once(tmp_p
     index = pi.Index(tmp_path / "compiled", compiled, losses_fn).build(DATA)
     with pytest.raises(ps.UnsupportedError, match=r"use the model without torch\.compile"):
         index.check(DATA[0])
+
+
+def test_a_data_parallel_model_is_the_model_itself(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        index = pi.Index(tmp_path, nn.parallel.DistributedDataParallel(model_of()), losses_fn).build(DATA)
+    finally:
+        dist.destroy_process_group()
+    assert torch.equal(pi.Index(tmp_path, model_of(), losses_fn).scores(QUERY), index.scores(QUERY))
 
 
 def test_the_bar_says_rate_and_time_left() -> None:

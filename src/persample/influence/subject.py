@@ -57,6 +57,8 @@ class Subject:
             raise TypeError(f"sketch must be one such as pi.Blocks(16, 16), not {type(sketch).__name__}")
         if isinstance(params, str):
             raise TypeError(f"params must be names of parameters, [{params!r}], not one string")
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module  # every process takes batches of its own; names are those of the model itself
         every = named(model)
         unknown = [] if params is None else [name for name in params if name not in every]
         if unknown:
