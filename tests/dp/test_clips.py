@@ -74,6 +74,28 @@ def test_a_stated_sensitivity_is_checked() -> None:
     assert trained.steps == 0
 
 
+WEIGHTS_BY_OTHERS: dict[str, Any] = {
+    "quantile": lambda n: 0.3 / n.clamp(min=float(n.quantile(0.5))),
+    "mean": lambda n: 0.3 / (n + n.mean()),
+    "count": lambda n: 0.3 / (n * len(n)),
+    "place": lambda n: 0.3 / (n * torch.arange(1.0, len(n) + 1)),
+}
+
+
+@pytest.mark.parametrize("kind", WEIGHTS_BY_OTHERS)
+@pytest.mark.parametrize("per", [None, "parameter"])
+def test_weights_that_follow_from_other_samples_are_refused(kind: str, per: Any) -> None:
+    """One sample more would move what all others add, each within the sensitivity that is stated."""
+    model = network()
+    before = flat(model)
+    trained = private(model, clip=ps.ClippedSum(weights=WEIGHTS_BY_OTHERS[kind], per=per, sensitivity=1.0))
+    with pytest.raises(ps.InteractionError, match="samples interact in the function that was given for weights"):
+        for batch in trained.batches(dataset()):
+            trained.step(losses_of(model, batch))
+    assert torch.equal(before, flat(model))
+    assert trained.steps == 0
+
+
 def test_bounds_of_groups_that_change_are_seen() -> None:
     model = network()
     bounds = [0.3, 0.4]
