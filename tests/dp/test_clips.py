@@ -89,9 +89,10 @@ def test_weights_that_follow_from_other_samples_are_refused(kind: str, per: Any)
     model = network()
     before = flat(model)
     trained = private(model, clip=ps.ClippedSum(weights=WEIGHTS_BY_OTHERS[kind], per=per, sensitivity=1.0))
-    with pytest.raises(ps.InteractionError, match="samples interact in the function that was given for weights"):
-        for batch in trained.batches(dataset()):
+    for batch in trained.batches(dataset()):
+        with pytest.raises(ps.InteractionError, match="samples interact in the function that was given for weights"):
             trained.step(losses_of(model, batch))
+        break
     assert torch.equal(before, flat(model))
     assert trained.steps == 0
 
