@@ -163,6 +163,17 @@ def test_runs_of_one_model_share_its_masters(kind: str, first_is_gone: bool) -> 
     assert all(torch.equal(*pair) for pair in zip(*ends, strict=True))
 
 
+@pytest.mark.parametrize("kind", [kind for kind in OPTIMIZERS if kind != "AdamBC"])
+def test_an_optimizer_that_has_made_steps_goes_on_in_float32(kind: str) -> None:
+    model = half_network()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    losses_in_half(model, dataset()[:4]).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    train(private(model, optimizer=optimizer), model)
+    assert all(t.dtype != HALF for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor))
+
+
 def test_an_error_of_the_optimizer_leaves_the_model_in_bfloat16() -> None:
     class Fails(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:

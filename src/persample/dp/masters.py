@@ -68,6 +68,8 @@ class Masters:
         self._kept = [(p, _enter(p)) for p in kept.values()]
         if self._kept:
             inner = innermost(optimizer)
+            for p, _ in self._kept:
+                _widen(inner.state.get(p, {}))
             handles = [
                 inner.register_step_pre_hook(self._show),
                 inner.register_load_state_dict_pre_hook(self._show),  # which gives a state the dtype of its parameter
@@ -93,6 +95,13 @@ class Masters:
             yield
         finally:
             self.hide()
+
+
+def _widen(state: dict[str, Any]) -> None:
+    """What an optimizer has kept of a parameter, from steps before the run, in float32."""
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.dtype == torch.bfloat16:
+            state[name] = value.float()
 
 
 def _enter(p: Tensor) -> _Master:
