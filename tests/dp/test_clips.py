@@ -97,6 +97,18 @@ def test_weights_that_follow_from_other_samples_are_refused(kind: str, per: Any)
     assert trained.steps == 0
 
 
+@pytest.mark.parametrize(("rate", "count_noise"), [(5.0, 200.0), (100.0, 1000.0), (1e300, None)])
+def test_bounds_that_noise_moves_far_stay_in_their_range(rate: float, count_noise: float | None) -> None:
+    model = network()
+    clip = dp.AdaptiveClip(rate=rate, count_noise=count_noise)
+    trained = private(model, plan(batch_size=1, steps=20), clip=clip)
+    for batch in trained.batches(dataset()):
+        trained.step(losses_of(model, batch))
+        assert isinstance(trained.bound, float)
+        assert 1e-10 <= trained.bound <= 1e10
+    assert trained.steps == 20
+
+
 def test_bounds_of_groups_that_change_are_seen() -> None:
     model = network()
     bounds = [0.3, 0.4]

@@ -238,8 +238,10 @@ class Following(Clipper):
 
     def _moved(self, bound: float, noisy: float) -> float:
         fraction = noisy / self._kappa / self._plan.batch_size + 0.5
-        moved = bound * math.exp(-self._clip.rate * (fraction - self._clip.quantile))
         least, most = _MOVING
+        furthest = math.log(most / least)  # more than that has no effect, and may be too much for exp
+        by = -self._clip.rate * (fraction - self._clip.quantile)
+        moved = bound * math.exp(min(max(by, -furthest), furthest))
         return min(max(moved, least), most)
 
     def describe(self) -> dict[str, Any]:
