@@ -120,6 +120,31 @@ def test_bounds_of_groups_that_change_are_seen() -> None:
         break
 
 
+def test_bounds_that_are_shown_are_not_those_that_are_used() -> None:
+    trained = private(clip=dp.AdaptiveClip(initial=0.5, per="parameter"))
+    shown = trained.bound
+    assert isinstance(shown, list)
+    shown[0] = 1e9
+    assert trained.bound == [0.5] * 4
+
+
+@pytest.mark.parametrize("kind", ["list", "dict", "scheduled"])
+def test_bounds_of_groups_that_change_are_seen_where_their_norm_stays(kind: str) -> None:
+    """Sums would be in other units than noise is for: 0.28 counted as 0.56."""
+    model = network()
+    bounds: Any = {"a": 0.6, "b": 0.8} if kind == "dict" else [0.6, 0.8]
+    groups = [model[0], model[2]]  # type: ignore[index]
+    clip: Any = ps.ClippedSum(bounds, per=dict(zip("ab", groups, strict=True)) if kind == "dict" else groups)
+    trained = private(model, clip=dp.ScheduledClip(clip, (1.0,)) if kind == "scheduled" else clip)
+    for batch in trained.batches(dataset()):
+        for key, bound in zip(["a", "b"] if kind == "dict" else [0, 1], [0.28, 0.96], strict=True):
+            bounds[key] = bound
+        with pytest.raises(dp.PrivacyError, match="the clip was changed"):
+            trained.step(losses_of(model, batch))
+        break
+    assert trained.steps == 0
+
+
 class Scaled(nn.Module):
     """Sample i's gradient has the norm of its input."""
 
