@@ -423,7 +423,7 @@ def test_gradients_of_earlier_steps_are_not_written_over(width: int, keep: Calla
 
 
 def test_large_gradients_lie_in_memory_that_is_used_again() -> None:
-    run, places = private(mlp(WIDTH, 2**16, CLASSES, dtype=torch.float32, seed=2)), []
+    run, places = private(mlp(WIDTH, 2**17, CLASSES, dtype=torch.float32, seed=2)), []
     for batch in run.batches(dataset()):
         run.backward(losses_of(run._model, batch))
         places.append([p.grad.data_ptr() for p in run._model.parameters() if p.grad is not None and p.dim() > 1])
