@@ -90,7 +90,7 @@ def _over(numbers: Tensor, divisor: float, dtype: torch.dtype) -> Tensor:
     if numbers.dtype == dtype or numbers.device.type != "cpu":
         return numbers.div_(divisor).to(dtype)
     found = recycled(tuple(numbers.shape), dtype, numbers.device)
-    quotients = torch.empty(min(len(numbers), _LARGE), dtype=numbers.dtype)  # which stay in the cache
+    quotients = numbers.new_empty(min(len(numbers), _LARGE))  # which stay in the cache
     for some, into in zip(numbers.split(_LARGE), found.split(_LARGE), strict=True):
         into.copy_(torch.div(some, divisor, out=quotients[: len(some)]))
     return found
