@@ -74,6 +74,41 @@ def test_a_stated_sensitivity_is_checked() -> None:
     assert trained.steps == 0
 
 
+WEIGHTS_BY_OTHERS: dict[str, Any] = {
+    "quantile": lambda n: 0.3 / n.clamp(min=float(n.quantile(0.5))),
+    "mean": lambda n: 0.3 / (n + n.mean()),
+    "count": lambda n: 0.3 / (n * len(n)),
+    "place": lambda n: 0.3 / (n * torch.arange(1.0, len(n) + 1)),
+}
+
+
+@pytest.mark.parametrize("kind", WEIGHTS_BY_OTHERS)
+@pytest.mark.parametrize("per", [None, "parameter"])
+def test_weights_that_follow_from_other_samples_are_refused(kind: str, per: Any) -> None:
+    """One sample more would move what all others add, each within the sensitivity that is stated."""
+    model = network()
+    before = flat(model)
+    trained = private(model, clip=ps.ClippedSum(weights=WEIGHTS_BY_OTHERS[kind], per=per, sensitivity=1.0))
+    for batch in trained.batches(dataset()):
+        with pytest.raises(ps.InteractionError, match="samples interact in the function that was given for weights"):
+            trained.step(losses_of(model, batch))
+        break
+    assert torch.equal(before, flat(model))
+    assert trained.steps == 0
+
+
+@pytest.mark.parametrize(("rate", "count_noise"), [(5.0, 200.0), (100.0, 1000.0), (1e300, None)])
+def test_bounds_that_noise_moves_far_stay_in_their_range(rate: float, count_noise: float | None) -> None:
+    model = network()
+    clip = dp.AdaptiveClip(rate=rate, count_noise=count_noise)
+    trained = private(model, plan(batch_size=1, steps=20), clip=clip)
+    for batch in trained.batches(dataset()):
+        trained.step(losses_of(model, batch))
+        assert isinstance(trained.bound, float)
+        assert 1e-10 <= trained.bound <= 1e10
+    assert trained.steps == 20
+
+
 def test_bounds_of_groups_that_change_are_seen() -> None:
     model = network()
     bounds = [0.3, 0.4]
@@ -83,6 +118,31 @@ def test_bounds_of_groups_that_change_are_seen() -> None:
         with pytest.raises(dp.PrivacyError, match="the clip was changed"):
             trained.step(losses_of(model, batch))
         break
+
+
+def test_bounds_that_are_shown_are_not_those_that_are_used() -> None:
+    trained = private(clip=dp.AdaptiveClip(initial=0.5, per="parameter"))
+    shown = trained.bound
+    assert isinstance(shown, list)
+    shown[0] = 1e9
+    assert trained.bound == [0.5] * 4
+
+
+@pytest.mark.parametrize("kind", ["list", "dict", "scheduled"])
+def test_bounds_of_groups_that_change_are_seen_where_their_norm_stays(kind: str) -> None:
+    """Sums would be in other units than noise is for: 0.28 counted as 0.56."""
+    model = network()
+    bounds: Any = {"a": 0.6, "b": 0.8} if kind == "dict" else [0.6, 0.8]
+    groups = [model[0], model[2]]  # type: ignore[index]
+    clip: Any = ps.ClippedSum(bounds, per=dict(zip("ab", groups, strict=True)) if kind == "dict" else groups)
+    trained = private(model, clip=dp.ScheduledClip(clip, (1.0,)) if kind == "scheduled" else clip)
+    for batch in trained.batches(dataset()):
+        for key, bound in zip(["a", "b"] if kind == "dict" else [0, 1], [0.28, 0.96], strict=True):
+            bounds[key] = bound
+        with pytest.raises(dp.PrivacyError, match="the clip was changed"):
+            trained.step(losses_of(model, batch))
+        break
+    assert trained.steps == 0
 
 
 class Scaled(nn.Module):

@@ -198,6 +198,7 @@ REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     ),
     (loader(sampler=RandomSampler(dataset(), replacement=True)), {}, ValueError, "samples by a RandomSampler"),
     (loader(sampler=RandomSampler(dataset(), num_samples=7)), {}, ValueError, "samples by a RandomSampler"),
+    (loader(sampler=SequentialSampler(range(30))), {}, ValueError, "samples by a SequentialSampler"),
     (loader(), {"examples": 60}, ValueError, "examples is the loader's: leave it out"),
     (loader(), {"batch_size": 13}, ValueError, "batch_size is the loader's: leave it out"),
     (loader(), {"users": 5}, ValueError, "users cannot be taken from a loader"),

@@ -132,6 +132,48 @@ def test_a_run_leaves_parameters_as_others_have_them() -> None:
     assert all(p.grad is not None and p.grad.dtype == HALF for p in model.parameters())
 
 
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("first_is_gone", [True, False])
+def test_runs_of_one_model_share_its_masters(kind: str, first_is_gone: bool) -> None:
+    """A second run has what a first would have gone on with, also where that one is still there, and steps again."""
+    ends = []
+    for twice in (False, True):
+        model = half_network()
+        optimizer = OPTIMIZERS[kind](model.parameters())
+        settings = plan(noise_multiplier=0.0, batch_size=60, steps=6)
+        run: dp.Private | None = private(model, settings, optimizer=optimizer)
+        first = run
+        for _ in range(3):
+            assert run is not None
+            train(run, model, steps=2)
+            if twice and run is first:
+                run = private(model, settings, optimizer=optimizer)
+                if first_is_gone:
+                    first = None
+                    gc.collect()
+            elif twice and not first_is_gone:
+                run = first
+        with torch.no_grad():
+            ends.append([t.clone() for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)])
+        assert all(p.dtype == HALF and p.grad_dtype == torch.float32 for p in model.parameters())
+        ends[-1].append(flat(model))
+        del run, first
+        gc.collect()
+        assert all(p.grad_dtype == HALF for p in model.parameters())
+    assert all(torch.equal(*pair) for pair in zip(*ends, strict=True))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in OPTIMIZERS if kind != "AdamBC"])
+def test_an_optimizer_that_has_made_steps_goes_on_in_float32(kind: str) -> None:
+    model = half_network()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    losses_in_half(model, dataset()[:4]).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    train(private(model, optimizer=optimizer), model)
+    assert all(t.dtype != HALF for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor))
+
+
 def test_an_error_of_the_optimizer_leaves_the_model_in_bfloat16() -> None:
     class Fails(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:

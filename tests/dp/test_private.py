@@ -423,7 +423,7 @@ def test_gradients_of_earlier_steps_are_not_written_over(width: int, keep: Calla
 
 
 def test_large_gradients_lie_in_memory_that_is_used_again() -> None:
-    run, places = private(mlp(WIDTH, 2**16, CLASSES, dtype=torch.float32, seed=2)), []
+    run, places = private(mlp(WIDTH, 2**17, CLASSES, dtype=torch.float32, seed=2)), []
     for batch in run.batches(dataset()):
         run.backward(losses_of(run._model, batch))
         places.append([p.grad.data_ptr() for p in run._model.parameters() if p.grad is not None and p.nbytes > 2**20])
@@ -431,3 +431,17 @@ def test_large_gradients_lie_in_memory_that_is_used_again() -> None:
         run._optimizer.zero_grad()
     assert len(places[-1]) == 1
     assert places[-1] == places[-2] == places[-3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_step_does_not_depend_on_the_default_device(dtype: torch.dtype) -> None:
+    ends = []
+    for device in ("cpu", "meta"):
+        model = mlp(WIDTH, 2**13, CLASSES, dtype=dtype, seed=2)
+        run = private(model, plan(users=20, examples=0), optimizer=dp.AdamBC(model.parameters()))
+        for x, y in run.batches(dataset(), users=torch.arange(60) % 20):
+            losses = F.cross_entropy(model(x.to(dtype)).float(), y, reduction="none")
+            with torch.device(device):
+                run.step(losses)
+        ends.append(flat(model))
+    assert torch.equal(*ends)

@@ -98,7 +98,7 @@ class AdamBC(Optimizer):
     def _move(self, p: Tensor, gradient: Tensor, group: dict[str, Any], noise_std: float) -> None:
         state, (beta1, beta2) = self.state[p], group["betas"]
         if not state:
-            state["step"], state["noise_avg_sq"] = torch.zeros((), dtype=torch.float64), 0.0
+            state["step"], state["noise_avg_sq"] = torch.zeros((), dtype=torch.float64, device="cpu"), 0.0
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
         state["step"] += 1
         noise = state["noise_avg_sq"] = beta2 * state["noise_avg_sq"] + (1 - beta2) * noise_std**2

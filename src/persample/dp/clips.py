@@ -151,7 +151,7 @@ class Fixed(Clipper):
         clip = self._clip
         return {
             "kind": "ClippedSum",
-            "max_norm": list(clip.max_norm) if isinstance(clip.max_norm, tuple) else clip.max_norm,
+            "max_norm": _copied(clip.max_norm),
             "groups": grouped(clip.per, self._params),
             "gamma": clip.gamma,
             "weights": None
@@ -238,8 +238,10 @@ class Following(Clipper):
 
     def _moved(self, bound: float, noisy: float) -> float:
         fraction = noisy / self._kappa / self._plan.batch_size + 0.5
-        moved = bound * math.exp(-self._clip.rate * (fraction - self._clip.quantile))
         least, most = _MOVING
+        furthest = math.log(most / least)  # more than that has no effect, and may be too much for exp
+        by = -self._clip.rate * (fraction - self._clip.quantile)
+        moved = bound * math.exp(min(max(by, -furthest), furthest))
         return min(max(moved, least), most)
 
     def describe(self) -> dict[str, Any]:
@@ -254,6 +256,13 @@ class Following(Clipper):
             "nonfinite": clip.nonfinite,
         }
         return described if clip.per is None else {**described, "groups": self._groups}
+
+
+def _copied(bounds: Bounds | None) -> dict[str, float] | list[float] | float | None:
+    """What stays as it is when the user's list or dict changes."""
+    if isinstance(bounds, Mapping):
+        return dict(bounds)
+    return list(bounds) if isinstance(bounds, Sequence) else bounds
 
 
 def check_range(bounds: Sequence[float], within: tuple[float, float] = _RANGE) -> None:

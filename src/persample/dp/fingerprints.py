@@ -83,8 +83,8 @@ class Taker:
         with torch.no_grad():
             copies = [Copy(names, torch.cat(flat), ends) for names, flat, ends in self._copied]
             if self._summed:
-                sums = torch.tensor([np.add.reduce(bits, dtype=bits.dtype).item() for bits in self._summed.values()])
-                lines[sums.device] = list(self._summed), [sums]
+                sums = [np.add.reduce(bits, dtype=bits.dtype).item() for bits in self._summed.values()]
+                lines[_CPU] = list(self._summed), [torch.tensor(sums, device=_CPU)]
             for names, tensors, ends in self._groups:
                 numbers = _bits_of_many(tensors, ends) if len(names) > 1 else _bits(tensors[0].detach()).unsqueeze(0)
                 known, each = lines.setdefault(numbers.device, ([], []))
@@ -97,9 +97,10 @@ class Taker:
 def _ends(tensors: list[Tensor]) -> tuple[list[Tensor], Tensor]:
     """The tensors, and where each of them begins and ends on one line."""
     places = list(accumulate([0, *[t.numel() for t in tensors]]))
-    return tensors, torch.tensor(places, device=tensors[0].device if len(tensors) > 1 else None)
+    return tensors, torch.tensor(places, device=tensors[0].device if len(tensors) > 1 else _CPU)
 
 
+_CPU = torch.device("cpu")
 _ORDINARY = {Tensor, nn.Parameter}
 _WHOLE = {torch.float32: torch.int32, torch.float64: torch.int64}
 _SMALL = 2**13  # elements, below which one call for many tensors costs less than one for each
@@ -196,7 +197,7 @@ def _bits(t: Tensor) -> Tensor:
     if is_sharded(t):
         t = t.to_local()  # type: ignore[attr-defined]
     if not is_plain(t):  # numbers that are packed in some other way: how often they were written
-        return torch.tensor(version(t))
+        return torch.tensor(version(t), device=_CPU)
     if t.is_complex():
         t = torch.view_as_real(t)
     if t.element_size() < 4:

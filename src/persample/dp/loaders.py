@@ -67,9 +67,8 @@ def check_loader(loader: DataLoader[Any]) -> None:
     if loader.batch_size is None:
         raise ValueError("the loader makes no batches of a stated size: give it a batch_size, or use dp.Plan(...)")
     sampler = loader.sampler
-    plain = type(sampler) is SequentialSampler or (
-        type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
-    )
+    plain = type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and not sampler.replacement)
+    plain = plain and len(sampler) == len(loader.dataset)  # type: ignore[arg-type]
     if not plain:
         raise ValueError(
             f"the loader samples by a {type(sampler).__name__}, but batches are drawn as the plan's accounting "

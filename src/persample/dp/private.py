@@ -145,7 +145,7 @@ class Private:
     @property
     def bound(self) -> float | list[float] | None:
         """The bound on a sample's gradient in the next step, where it moves; a list of those of groups."""
-        return self._clipper.bound
+        return list(bound) if isinstance(bound := self._clipper.bound, list) else bound
 
     @property
     def steps(self) -> int:

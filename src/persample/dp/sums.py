@@ -127,7 +127,7 @@ def _divided(numbers: Tensor, divisor: float, dtype: torch.dtype) -> Tensor:
         return numbers.div_(divisor)
     if numbers.device.type != "cpu":
         return found.copy_(numbers.div_(divisor))
-    quotients = torch.empty(min(len(numbers), _LARGE), dtype=numbers.dtype)  # which stay in the cache
+    quotients = numbers.new_empty(min(len(numbers), _LARGE))  # which stay in the cache
     for some, into in zip(numbers.split(_LARGE), found.split(_LARGE), strict=True):
         into.copy_(torch.div(some, divisor, out=quotients[: len(some)]))
     return found

@@ -121,5 +121,5 @@ def _part(users: list[list[int]]) -> UserPart:
 
 def summed(losses: Tensor, sizes: Sequence[int]) -> Tensor:
     """The losses of users, who have so many of these each."""
-    whose = torch.repeat_interleave(torch.tensor(sizes)).to(losses.device)
+    whose = torch.repeat_interleave(torch.tensor(sizes, device="cpu")).to(losses.device)
     return losses.new_zeros(len(sizes)).index_add(0, whose, losses)

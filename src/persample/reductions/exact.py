@@ -14,6 +14,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from .._errors import InteractionError
 from ..factors import Dense, DenseCopy, Factor, Masked, Part, regroup, split
 from ..factors.base import Selection
 from ..factors.integer_sums import IntegerSum
@@ -27,6 +28,7 @@ from .clipping import LARGEST_WEIGHT, ClippedSum, Clipping, unusable
 from .groups import listed
 from .norms import ParameterNorms
 
+_SAME_WEIGHT = 1e-4  # within which weights are the same but for rounding, relatively
 _MIN_KEPT = 2**26  # bytes of stacks that may be kept in any case: writing them twice takes longer than all else
 
 
@@ -222,6 +224,21 @@ class ExactClippedSum(ClippedSum):
         sums_by_name = {name: sums for every in sums_by_group.values() for sums in every for name in sums.names}
         clipping, asked_clipping = (self._clipping(norms, given, kept) for given in (weights, asked))
         return ExactSums(clipping, asked_clipping, self.units, sums_by_name)
+
+    def _custom_weights(self, norms: Tensor) -> Tensor:
+        """(B,): what the user's function returns for every norm on its own: others must not move a sample's weight."""
+        ask = super()._custom_weights
+        if not can_look(norms.device):
+            return torch.vmap(ask)(norms.unsqueeze(1)).squeeze(1)
+        weights = torch.cat([ask(one) for one in norms.split(1)])
+        if not torch.allclose(ask(norms), weights, rtol=_SAME_WEIGHT, atol=0):
+            raise InteractionError(
+                "samples interact in the function that was given for weights: with the norms of some samples alone it "
+                "returns others than with those of all. What one sample adds would follow from others, which no "
+                "sensitivity bounds: compute a sample's weight from its own norm and constants. For a bound that "
+                "follows a quantile use dp.AdaptiveClip"
+            )
+        return weights
 
     def _sums_by_group(self, kept: Selection) -> dict[Hashable, list[JointSums]]:
         """The sums of every group, still without weights."""
