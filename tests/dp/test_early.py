@@ -14,6 +14,14 @@ from persample.dp.noise import BLOCK, Scale, add_noise
 from persample.dp.normals import Numbers
 from persample.dp.sources import Secure, Seeded
 
+CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+
+
+@pytest.fixture(autouse=True)
+def an_idle_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("persample.dp.early._has_idle_core", lambda: True)
+
+
 SIZES = [1, 7, BLOCK - 1, BLOCK, 3 * BLOCK + 5]
 
 
@@ -90,3 +98,17 @@ def test_a_fork_waits_for_no_thread_of_its_parent() -> None:
         early.normals(2, 0, np.empty(10))
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_nothing_is_drawn_ahead_where_all_cores_are_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    before = torch.get_num_threads()
+    try:
+        for threads, is_drawn in ((1, len(CORES) > 1), (len(CORES), False)):
+            torch.set_num_threads(threads)
+            early = Early(Seeded(3))
+            early.begin(0, 10)
+            assert (early._drawing is not None) == is_drawn
+            assert torch.equal(_noisy(early, 0, 10), _noisy(Seeded(3), 0, 10))
+    finally:
+        torch.set_num_threads(before)

@@ -16,6 +16,12 @@ from .sources import Source
 _MOST = 2**21  # numbers that are kept for a release; for more, nobody has the memory or waits for anything else
 
 
+def _has_idle_core() -> bool:
+    """Are there more cores than PyTorch has threads? Otherwise both would wait for each other."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return torch.get_num_threads() < cores
+
+
 class Early(Source):
     """A source whose noise for the next release is drawn by another thread, while gradients are computed.
 
@@ -31,8 +37,8 @@ class Early(Source):
         self._kept = np.empty(0)
 
     def begin(self, number: int, size: int) -> None:
-        """Draw so many numbers for a release, unless that is done already, or they are too many."""
-        if not 0 < size <= _MOST or self._drawn_for == (number, self.nonce):
+        """Draw so many numbers for a release, unless that is done already, they are too many, or all cores are busy."""
+        if not 0 < size <= _MOST or self._drawn_for == (number, self.nonce) or not _has_idle_core():
             return
         self._finish()
         if self._process != os.getpid():

@@ -173,15 +173,15 @@ class Noise:
 
 def _for_each(do: Callable[[int], None], blocks: Sequence[int]) -> None:
     """Do it for every block, in as many threads as pay, of which this is one."""
-    workers = max(1, min(torch.get_num_threads(), len(blocks)))
+    workers, left = max(1, min(torch.get_num_threads(), len(blocks))), iter(blocks)
 
-    def do_share(first: int) -> None:
-        for block in blocks[first::workers]:
+    def do_some() -> None:
+        for block in left:  # whoever has time: PyTorch's own threads may still spin on a core
             do(block)
 
-    others = [_threads(workers - 1).submit(do_share, first) for first in range(1, workers)]
+    others = [_threads(workers - 1).submit(do_some) for _ in range(1, workers)]
     try:
-        do_share(0)
+        do_some()
     finally:
         wait(others)
     for other in others:

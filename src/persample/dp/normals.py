@@ -18,6 +18,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
 Words = np.ndarray[Any, np.dtype[np.int64]]
@@ -87,9 +88,9 @@ def _try(out: Numbers, stream: Stream, table: Layers) -> Places:
     which, edges, far, outside = _buffers(len(out))
     words = stream(len(out))
     np.bitwise_and(words, _LAYERS - 1, out=which)
-    np.take(table.widths, which, out=edges, mode="wrap")
+    _look_up(table.widths, which, edges)
     np.multiply(words, edges, out=out)
-    np.take(table.within, which, out=edges, mode="wrap")
+    _look_up(table.within, which, edges)
     np.greater_equal(np.abs(out, out=far), edges, out=outside)
     places: Places = np.flatnonzero(outside)
     if not len(places):
@@ -101,6 +102,11 @@ def _try(out: Numbers, stream: Stream, table: Layers) -> Places:
     height = table.low[which] + _uniforms(len(places), stream) * (table.high[which] - table.low[which])
     above: Places = places[~lowest & (height >= np.exp(-0.5 * points * points))]
     return above
+
+
+def _look_up(table: Numbers, places: Words, out: Numbers) -> None:
+    """By PyTorch, in this thread alone: NumPy's own takes half as long again."""
+    torch.index_select(torch.from_numpy(table), 0, torch.from_numpy(places), out=torch.from_numpy(out))
 
 
 def _beyond(end: float, count: int, stream: Stream) -> Numbers:
