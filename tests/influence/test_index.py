@@ -365,6 +365,13 @@ def test_a_data_parallel_model_is_the_model_itself(tmp_path: Path) -> None:
     assert torch.equal(pi.Index(tmp_path, model_of(), losses_fn).scores(QUERY), index.scores(QUERY))
 
 
+@pytest.mark.parametrize("size", [0, -1, "64MB", 1.5])
+def test_the_size_of_chunks_is_a_number_of_bytes(tmp_path: Path, size: Any) -> None:
+    with pytest.raises(ValueError, match="chunk_bytes must be a whole number of bytes, not"):
+        index_of(tmp_path / "i").build(DATA, chunk_bytes=size)
+    assert not (tmp_path / "i").exists()
+
+
 def test_the_bar_says_rate_and_time_left() -> None:
     bar = bars.Silent("index", 10, sys.stderr)
     for _ in range(4):

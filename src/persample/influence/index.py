@@ -96,6 +96,8 @@ class Index:
         """
         if checkpoints is not None and (isinstance(checkpoints, (str, PathLike, Mapping)) or not len(checkpoints)):
             raise ValueError("checkpoints must be a list of at least one file or state, or None for the model as it is")
+        if not isinstance(chunk_bytes, int) or chunk_bytes < 1:
+            raise ValueError(f"chunk_bytes must be a whole number of bytes, not {chunk_bytes!r}")
         self._checkpoints = [None] if checkpoints is None else list(checkpoints)
         Builder(self.folder, self.subject, self.dtype, loader, self._checkpoints, ids_fn, chunk_bytes, progress).build()
         return self
