@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -179,7 +180,8 @@ def test_without_a_package_that_writes_into_given_memory_the_system_draws(monkey
     pytest.importorskip("cryptography")
     monkeypatch.setattr(sources, "import_module", lambda name: SimpleNamespace(AESGCM=object))
     assert sources._find_aes() is None
-    monkeypatch.setattr(sources, "find_spec", lambda name: None)
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers.aead", None)
     assert sources._find_aes() is None
 
 

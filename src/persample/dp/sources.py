@@ -9,7 +9,6 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from importlib import import_module
-from importlib.util import find_spec
 from itertools import count
 from typing import Any
 
@@ -133,9 +132,10 @@ def secret_words() -> Stream:
 
 def _find_aes() -> Callable[[bytes], Any] | None:
     """AES in Galois/counter mode, from the release of ``cryptography`` on that writes into given memory."""
-    if find_spec("cryptography") is None:
+    try:
+        found = import_module("cryptography.hazmat.primitives.ciphers.aead").AESGCM
+    except ImportError:
         return None
-    found = import_module("cryptography.hazmat.primitives.ciphers.aead").AESGCM
     return found if hasattr(found, "encrypt_into") else None
 
 
