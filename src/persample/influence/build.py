@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from os import PathLike, fspath
 from typing import Any
@@ -38,7 +38,10 @@ class Builder:
     ids_fn: IdsFn | None = None
     chunk_bytes: int = CHUNK_BYTES
     show: bool | None = None
-    team: Team = field(default_factory=Team)
+    team: Team = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.team = Team(lockstep=self.subject.is_sharded)
 
     def build(self) -> None:
         """Begin an index or go on with it, and finish it."""
@@ -47,6 +50,8 @@ class Builder:
             with self.team.together():
                 if self.team.rank == 0:
                     held.enter_context(self.folder.locked())
+            with self.team.together():
+                if self.team.rank == 0 or self.team.lockstep:
                     self._begin_or_check()
             batches = 0
             with self.team.together():
@@ -87,6 +92,11 @@ class Builder:
             raise ValueError("the loader has no batches")
         empty, first = self._first_rows(batch)
         plan = self._plan(batch, first, empty)
+        if self.team.rank == 0:
+            self._begin(plan, first)
+
+    def _begin(self, plan: Plan, first: Rows) -> None:
+        """Write the plan, or hold it and the first rows against those of the folder."""
         if self.folder.exists():
             self.folder.plan.check(plan)
         self.folder.remove_scratch()
@@ -153,7 +163,7 @@ class Builder:
                     "remove this one"
                 )
             if chunk not in lacking:
-                lacking[chunk] = chunk % self.team.size == self.team.rank and not self._is_there(checkpoint, chunk)
+                lacking[chunk] = self.team.takes(chunk) and not self._is_there(checkpoint, chunk)
             return lacking[chunk]
 
         count = None if total is None else sum(mine(number) for number in range(total))
@@ -166,6 +176,11 @@ class Builder:
         return seen
 
     def _is_there(self, checkpoint: int, chunk: int) -> bool:
+        if self.team.lockstep:
+            return self.team.by_first(lambda: self._is_found(checkpoint, chunk))
+        return self._is_found(checkpoint, chunk)
+
+    def _is_found(self, checkpoint: int, chunk: int) -> bool:
         if not self.folder.has(checkpoint, chunk):
             return False
         self.folder.open(checkpoint, chunk)  # which says so, if it is damaged
@@ -252,15 +267,21 @@ class _Making:
         return Chunk(codes, scales, ids, norms, losses, tokens, sample_norms)
 
     def write(self) -> None:
-        """Write what there is."""
+        """Write what there is: all ranks hear of it if the one that keeps what all have made cannot."""
         if self.number is None or not self.parts:
             return
+        with self.builder.team.together() if self.builder.team.lockstep else nullcontext():
+            if self.builder.team.keeps:
+                self._write()
+        self._forget()
+
+    def _write(self) -> None:
+        assert self.number is not None
         each = [part.tensors() for part in self.parts]
         self.parts = []
         whole = {name: torch.cat([part.pop(name) for part in each]) for name in list(each[0])}
         chunk = Chunk(whole.pop("codes"), whole.pop("scales", None), **whole)
         self.builder.folder.write(self.checkpoint, self.number, chunk, self.data, self.samples)
-        self._forget()
 
 
 def _number_of(making: _Making) -> int:

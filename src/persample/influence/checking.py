@@ -39,6 +39,11 @@ class Error:
 
 def check(subject: Subject, batch: Any) -> Check:
     """Compare the sketches of a batch with those of gradients by one `torch.autograd.grad` per loss."""
+    if subject.is_sharded:
+        raise ValueError(
+            "a sharded model cannot be gone through once for each sample: check the index with the whole model, in one "
+            "process, which has the same rows"
+        )
     found = subject.rows(batch).blocks
     want, params = {name: torch.zeros_like(block) for name, block in found.items()}, subject.params
     with evaluating(subject.model), torch.enable_grad():

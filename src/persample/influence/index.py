@@ -129,7 +129,7 @@ class Index:
         `categorical` makes it. It may do without the generator, and draw as ``losses_fn`` does.
         """
         check_damping(damping)
-        team = Team()
+        team = Team(lockstep=self.subject.is_sharded)
         if curvature is None:
             self._keep(team, [])
             return self
@@ -172,11 +172,11 @@ class Index:
 
     def _add_sampled(self, curvature: Curvature, loader: Any, fn: Any, team: Team, show: bool | None) -> None:
         loaders.check_order(loader)
-        mine: Callable[[int], bool] = lambda number: number % team.size == team.rank  # noqa: E731
         with shown("fit", loaders.length(loader), show, first=team.rank == 0) as bar:
-            for number, batch in loaders.batches(loader, mine):
+            for number, batch in loaders.batches(loader, team.takes):
                 rows = self.subject.rows(batch, seed=number + 1, losses_fn=drawing(fn, number))
-                curvature.add(rows.blocks)
+                if team.keeps:
+                    curvature.add(rows.blocks)
                 bar.advance(len(rows.losses))
 
     def fitted(self) -> list[Fitted] | None:

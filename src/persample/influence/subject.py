@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import verbs
-from ..distributed import is_sharded, owners
+from ..distributed import is_sharded, owners, placed_like
 from ..params import named
 from .sketches import Sketch, Sketched
 from .store.files import safetensors
@@ -66,7 +66,6 @@ class Subject:
         chosen = [name for name in every if params is None or name in set(params)]
         if not chosen:
             raise ValueError("the model has no trainable parameters: gradients are taken of those that require grad")
-        _check_whole({name: every[name] for name in chosen})
         return cls(model, losses_fn, sketch, chosen)
 
     @property
@@ -79,6 +78,12 @@ class Subject:
                 f"{gone[:8]} are no trainable parameters of the model any more: it has {list(every)[:8]} …"
             )
         return {name: every[name] for name in self.names}
+
+    @property
+    def is_sharded(self) -> bool:
+        """Does every process hold a part of the model, so that all have to compute together?"""
+        held: Mapping[str, Any] = owners(self.params)
+        return any(is_sharded(p) and p.device_mesh.size() > 1 for p in held.values())
 
     @property
     def blocks(self) -> dict[str, tuple[int, int]]:
@@ -131,13 +136,13 @@ class Subject:
     def _load(self, checkpoint: Checkpoint) -> None:
         state = checkpoint if isinstance(checkpoint, Mapping) else read_state(Path(fspath(checkpoint)))  # type: ignore[arg-type]
         try:
-            self.model.load_state_dict(dict(state))
+            self.model.load_state_dict(_like_own(state, self.model.state_dict()))
         except RuntimeError as error:
             named_ = "a checkpoint" if isinstance(checkpoint, Mapping) else f"checkpoint {checkpoint}"
             raise ValueError(f"{named_} does not fit the model: {error}") from error
 
     def fingerprint(self) -> str:
-        """Of every parameter and buffer as they are now."""
+        """Of every parameter and buffer as they are now; of a sharded model, that of the whole one, by all together."""
         return self._known.of({name: t for name, t in self.model.state_dict().items() if isinstance(t, Tensor)})
 
 
@@ -149,16 +154,16 @@ def copied_state(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def _check_whole(params: Mapping[str, Tensor]) -> None:
-    """An index's processes take batches of their own, and would wait for one another's parts for ever."""
-    held: Mapping[str, Any] = owners(params)
-    parted = [name for name, p in held.items() if is_sharded(p) and p.device_mesh.size() > 1]
-    if parted:
-        raise ValueError(
-            f"parameters {parted[:8]} are sharded over several processes (FSDP2, tensor parallel), each of which takes "
-            f"chunks of its own: build and ask with the whole model in every process. pi.exact, with pi.Fisher, and "
-            f"pi.dual take sharded models"
-        )
+def _like_own(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """A state, with this process's parts of what a model has in parts."""
+    return {
+        name: placed_like(own[name], t.to(own[name].device)) if _is_whole_of(t, own.get(name)) else t
+        for name, t in state.items()
+    }
+
+
+def _is_whole_of(t: Any, own: Any) -> bool:
+    return isinstance(t, Tensor) and isinstance(own, Tensor) and is_sharded(own) and not is_sharded(t)
 
 
 def read_state(path: Path) -> Mapping[str, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 import torch
@@ -15,10 +15,15 @@ from ..distributed import Ranks
 
 
 class Team:
-    """Ranks, connected by gloo if there are several: chunks and sums are on the CPU."""
+    """Ranks, connected by gloo if there are several: chunks and sums are on the CPU.
 
-    def __init__(self) -> None:
+    In ``lockstep`` all of them go through everything together, as each has a part of the model, and the first keeps
+    what all have made. Otherwise every rank takes its share.
+    """
+
+    def __init__(self, *, lockstep: bool = False) -> None:
         self.ranks: Ranks | None = None
+        self.lockstep = lockstep
         if not dist.is_available():
             return
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:
@@ -35,6 +40,28 @@ class Team:
     @property
     def size(self) -> int:
         return 1 if self.ranks is None else self.ranks.size
+
+    def takes(self, number: int) -> bool:
+        """Does this rank go through the batch, or make the chunk, of this number?"""
+        return self.lockstep or number % self.size == self.rank
+
+    @property
+    def keeps(self) -> bool:
+        """Does this rank keep what it has made?"""
+        return self.rank == 0 or not self.lockstep
+
+    def by_first(self, ask: Callable[[], bool]) -> bool:
+        """What the first rank finds, in all of them; if it fails, all do."""
+        if self.ranks is None:
+            return ask()
+        found = 2
+        try:
+            found = int(ask()) if self.rank == 0 else 0
+        finally:
+            found = int.from_bytes(self.ranks.first(bytes([found]), torch.device("cpu")))
+        if found == 2:
+            raise RuntimeError("the first process of this build has failed; its own error says why")
+        return bool(found)
 
     def add_up(self, sums: Mapping[str, Tensor]) -> None:
         """Put the sum over ranks into each tensor."""
