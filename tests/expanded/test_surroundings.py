@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import persample as ps
@@ -204,6 +205,23 @@ class TestModule:
         want = definition(squares(module(x)), module)
         squares(checkpoint(call_for_per_sample_grads(module), x, use_reentrant=False)).sum().backward()
         assert_same(taken(module), want)
+
+    @pytest.mark.parametrize("seed", range(8))
+    def test_indices_in_a_checkpoint(self, seed: int) -> None:
+        """They are read again for every guess where samples lie, of which some numbers need several."""
+        torch.manual_seed(seed)
+        module = Run(
+            lambda m, x: checkpoint(lambda h: F.linear(h, m.v[[1, 0]].t()).relu(), x * m.w, use_reentrant=False).std(
+                (1, 2, 3)
+            ),
+            w=nn.Parameter(r(1, 1, 1)),
+            v=nn.Parameter(r(2, 2)),
+        )
+        x = r(2, 1, 1, 2)
+        want = definition(module(x), module)
+        call_for_per_sample_grads(module)(x).sum().backward()
+        for name, p in module.named_parameters():
+            torch.testing.assert_close(p.grad_sample, want[name], equal_nan=True)
 
     def test_autocast(self) -> None:
         """Forward and loss under autocast, backward outside, as PyTorch recommends."""

@@ -267,7 +267,7 @@ op(
 def index_flow(site: Site, k: int, layouts: Layouts) -> Outcome:
     """``x[:, i, j]`` and its like."""
     layout, shape, target = only(layouts), site.shapes[0], site.target(k)
-    indices = {d: i for d, i in enumerate(site.value("indices")) if i is not None}
+    indices = {d: i for d, i in enumerate(site.indices()) if i is not None}
     if not indices or any(_is_mask(i) for i in indices.values()):
         raise Undecided
     block, adjacent = _block_of_indices(indices)
@@ -294,7 +294,7 @@ def _block_of_indices(indices: Mapping[int, Tensor]) -> tuple[range, bool]:
 
 def index(use: Use) -> Factor | None:
     """table[ids], or table[i, j, …] as rows of the flattened first dims."""
-    indices = list(use.site.value("indices"))
+    indices = use.site.indices()
     while indices and indices[-1] is None:
         indices.pop()
     if not indices or any(i is None or _is_mask(i) for i in indices):
@@ -308,7 +308,7 @@ def index(use: Use) -> Factor | None:
 
 def lift_index(site: Site, factor: Factor, target: Shape) -> Factor | None:
     """A table read by row, once for all samples."""
-    first, *others = site.value("indices")
+    first, *others = site.indices()
     if first is None or _is_mask(first) or any(t is not None for t in others):
         return None
     return _read_once(factor, target, torch.where(first < 0, first + target[0], first))
@@ -331,7 +331,7 @@ def _whole_source(get: Callable[[str], Any]) -> bool:
 
 
 def _dims_of_first_index(site: Site) -> list[int] | None:
-    first, *others = site.value("indices")
+    first, *others = site.indices()
     if first is None or _is_mask(first) or any(t is not None for t in others):
         return None
     return [d for d in range(first.ndim) if site.shapes[0][d] > 1]

@@ -105,6 +105,11 @@ class Site:
         """A saved flag or scalar."""
         return saved.read(self.node, name)
 
+    def indices(self) -> list[Tensor | None]:
+        """What an op has indexed each dim by: of a checkpointed node, to be read any number of times."""
+        with saved.unpacked_often(self.node):
+            return list(self.value("indices"))
+
     def dims(self, name: str, ndim: int) -> tuple[int, ...]:
         """Saved dims, counted from the front; none saved means all of them."""
         dims = self.value(name)
