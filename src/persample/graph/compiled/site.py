@@ -86,6 +86,9 @@ class CallSite(Site):
     def numbers(self, name: str) -> tuple[int, ...]:
         return tuple(int(n) for n in self.value(name))
 
+    def indices(self) -> list[Any]:
+        return list(self.value("indices"))
+
     def dims(self, name: str, ndim: int) -> tuple[int, ...]:
         found = self.value(name)
         listed: Sequence[int] = (found,) if isinstance(found, int) else tuple(found or ())

@@ -105,7 +105,7 @@ class Site:
         """A saved flag or scalar."""
         return saved.read(self.node, name)
 
-    def indices(self) -> list[Tensor | None]:
+    def indices(self) -> list[Any]:
         """What an op has indexed each dim by: of a checkpointed node, to be read any number of times."""
         with saved.unpacked_often(self.node):
             return list(self.value("indices"))
