@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 
 from persample.dp import sums as module
-from persample.dp.sums import Joined, Line, Sums
+from persample.dp.noise import Sum
+from persample.dp.sums import Joined, Line, Shape, Sums
 from persample.factors.limits import Unit
 from persample.reductions import Clipping
 
@@ -87,3 +89,15 @@ def test_means(
     for mean, (name, expected) in zip(got, want.items(), strict=True):
         torch.testing.assert_close(mean, expected.to(dtype), msg=name)
         assert mean.shape == SHAPES[name]
+
+
+def test_a_line_keeps_no_sums_without_noise() -> None:
+    def fail(sums: Sequence[Sum]) -> None:
+        raise MemoryError("no room for noise")
+
+    for add_noise in (lambda sums: [each.goal.fill_(7) for each in sums], fail):
+        for ask in (lambda line: line.divided(2.0, [Shape((3,), (1,), 3)], torch.float32), lambda line: line.tensors):
+            line = Line([Sum(torch.ones(3, dtype=torch.float64))], add_noise)
+            with nullcontext() if add_noise is not fail else pytest.raises(MemoryError):
+                assert ask(line)[0].tolist() == [7, 7, 7]
+            assert all(t.tolist() == [7, 7, 7] for t in line.tensors)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +135,78 @@ def cannot_write(rank: int, world: int, folder: str) -> str:
         except (ZeroDivisionError, RuntimeError) as error:
             return str(error)
     return "built"
+
+
+class Failing:
+    """Batches without a length, of which one cannot be loaded."""
+
+    def __init__(self, data: list[Any], at: int) -> None:
+        self.data, self.at = data, at
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, batch in enumerate(self.data):
+            if number == self.at:
+                raise OSError("this batch is gone")
+            yield batch
+
+
+def not_alike(rank: int, world: int, how: str, kind: str, folder: str) -> str:
+    """What the build, or the fit, of a sharded model says if one rank has other data than the other, or none."""
+    index = pi.Index(folder, parted_by(how), losses_fn, sketch=pi.Blocks(4, 4, seed=3))
+    data = programs.batches_of()
+    loaders: dict[str, Any] = {
+        "first is gone": Failing(data, 0 if rank else len(data)),
+        "one is gone": Failing(data, 3 if rank else len(data)),
+        "ends early": data[:-3] if rank else data,
+        "begins elsewhere": data[1:] if rank else data,
+        "another": [*data[:2], (data[2][0] + rank, data[2][1]), *data[3:]],
+    }
+    try:
+        if kind == "fit":
+            index.build(data, chunk_bytes=programs.CHUNK["float32"], progress=False)
+            drawn = Shampoo(labels="sampled")
+            index.fit(drawn, loaders["one is gone"], sample_losses_fn=drawn_losses, progress=False)
+        else:
+            index.build(loaders[kind], chunk_bytes=programs.CHUNK["float32"], progress=False)
+    except (OSError, ValueError, RuntimeError) as error:
+        return str(error)
+    return "built"
+
+
+def computes_no_losses(rank: int, world: int, folder: str) -> str:
+    """A rank that fails while the others compute with it cannot tell them, and ends."""
+
+    def some_losses(model: nn.Module, batch: Any) -> Tensor:
+        if rank == 1:
+            raise ValueError("no losses here")
+        return losses_fn(model, batch)
+
+    try:
+        pi.Index(folder, parted_by("fsdp"), some_losses).build(programs.batches_of(), progress=False)
+    except (ValueError, RuntimeError) as error:
+        if rank == 1:
+            Path(f"{folder}.txt").write_text(str(error))
+            os._exit(1)
+        return str(error)
+    return "built"
+
+
+def test_ranks_of_a_sharded_model_do_not_wait_for_one_that_has_other_data(tmp_path: Path) -> None:
+    processes = Processes(2, tmp_path)
+    try:
+        for how, kind in [*(("fsdp", kind) for kind in ("first is gone", "one is gone", "fit")), ("tp", "one is gone")]:
+            said = processes.run(not_alike, how, kind, str(tmp_path / f"{how} {kind}"))
+            assert "another process of this build has failed" in said[0], kind
+            assert "this batch is gone" in said[1], kind
+        for how in ("fsdp", "tp"):
+            for kind in ("ends early", "begins elsewhere", "another"):
+                for text in processes.run(not_alike, how, kind, str(tmp_path / f"{how} {kind}")):
+                    assert "the processes have different batches" in text, kind
+        with pytest.raises(AssertionError, match="rank 1:\nthe process has ended"):
+            processes.run(computes_no_losses, str(tmp_path / "losses"))
+        assert (tmp_path / "losses.txt").read_text() == "no losses here"
+    finally:
+        processes.stop()
 
 
 @pytest.mark.parametrize("how", ["fsdp", "tp"])

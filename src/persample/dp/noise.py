@@ -173,10 +173,14 @@ class Noise:
 
 def _for_each(do: Callable[[int], None], blocks: Sequence[int]) -> None:
     """Do it for every block, in as many threads as pay, of which this is one."""
-    workers, left = max(1, min(torch.get_num_threads(), len(blocks))), iter(blocks)
+    workers, left, lock = max(1, min(torch.get_num_threads(), len(blocks))), iter(blocks), threading.Lock()
+
+    def taken() -> int | None:
+        with lock:
+            return next(left, None)
 
     def do_some() -> None:
-        for block in left:  # whoever has time: PyTorch's own threads may still spin on a core
+        while (block := taken()) is not None:  # whoever has time: PyTorch's own threads may still spin on a core
             do(block)
 
     others = [_threads(workers - 1).submit(do_some) for _ in range(1, workers)]

@@ -70,8 +70,9 @@ class Line:
         if self._add_noise is None:
             self._sums = [Sum(each.numbers if each.unit == 1 else each.numbers.mul_(each.unit)) for each in self._sums]
         else:
-            self._with_noise(self._sums)
-            self._sums = [Sum(each.numbers) for each in self._sums]
+            sums = self._sums
+            self._with_noise(sums)
+            self._sums = [Sum(each.numbers) for each in sums]
         return [each.numbers for each in self._sums]
 
     def divided(self, divisor: float, shapes: Iterable[Shape], dtype: torch.dtype) -> list[Tensor]:
@@ -96,8 +97,8 @@ class Line:
         return [each.goal for each in goals]
 
     def _with_noise(self, sums: Sequence[Sum]) -> None:
-        """Add the noise, which is drawn once."""
-        add_noise, self._add_noise = self._add_noise, None
+        """Add the noise, which is drawn once: what it is added to is kept no longer, whether that succeeds or not."""
+        add_noise, self._add_noise, self._sums = self._add_noise, None, []
         assert add_noise is not None
         add_noise(sums)
 

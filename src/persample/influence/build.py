@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from os import PathLike, fspath
 from typing import Any
@@ -50,11 +50,11 @@ class Builder:
             with self.team.together():
                 if self.team.rank == 0:
                     held.enter_context(self.folder.locked())
-            with self.team.together():
+            with self.team.apart():
                 if self.team.rank == 0 or self.team.lockstep:
                     self._begin_or_check()
             batches = 0
-            with self.team.together():
+            with self.team.apart():
                 for number, checkpoint in enumerate(self.checkpoints):
                     with self.subject.at(checkpoint):
                         batches = self._missing_chunks(number)
@@ -87,13 +87,14 @@ class Builder:
     # The plan.
 
     def _begin_or_check(self) -> None:
-        batch = loaders.first_batch(self.loader)
+        batch = self.team.first_batch(self.loader)
         if batch is None:
             raise ValueError("the loader has no batches")
         empty, first = self._first_rows(batch)
         plan = self._plan(batch, first, empty)
-        if self.team.rank == 0:
-            self._begin(plan, first)
+        with self.team.between():
+            if self.team.rank == 0:
+                self._begin(plan, first)
 
     def _begin(self, plan: Plan, first: Rows) -> None:
         """Write the plan, or hold it and the first rows against those of the folder."""
@@ -111,7 +112,7 @@ class Builder:
         empty = 0
         with self.subject.at(self.checkpoints[0]):
             rows = self.subject.rows(batch, seed=0)
-            while not len(rows.losses) and (later := loaders.first_batch(self.loader, empty + 1)) is not None:
+            while not len(rows.losses) and (later := self.team.first_batch(self.loader, empty + 1)) is not None:
                 empty += 1
                 rows = self.subject.rows(later, seed=empty)
         return empty, rows
@@ -151,7 +152,7 @@ class Builder:
         """Make what is missing and this rank's; the number of batches there are."""
         size, total = self.folder.plan.batches_per_chunk, loaders.length(self.loader)
         lacking: dict[int, bool] = {}
-        seen, finished = 0, self.folder.noted("samples")
+        seen, finished, is_there = 0, self.folder.noted("samples"), self._finder(checkpoint)
 
         def mine(number: int) -> bool:
             nonlocal seen
@@ -163,22 +164,27 @@ class Builder:
                     "remove this one"
                 )
             if chunk not in lacking:
-                lacking[chunk] = self.team.takes(chunk) and not self._is_there(checkpoint, chunk)
+                lacking[chunk] = self.team.takes(chunk) and not is_there(chunk)
             return lacking[chunk]
 
         count = None if total is None else sum(mine(number) for number in range(total))
         making = _Making(self, checkpoint)
         with progress(self._title(checkpoint), count, self.show, first=self.team.rank == 0) as bar:
-            for number, batch in loaders.batches(self.loader, mine):
+            for number, batch in self.team.batches(self.loader, mine):
                 making.add(number, batch)
                 bar.advance(making.last)
             making.write()
         return seen
 
-    def _is_there(self, checkpoint: int, chunk: int) -> bool:
-        if self.team.lockstep:
-            return self.team.by_first(lambda: self._is_found(checkpoint, chunk))
-        return self._is_found(checkpoint, chunk)
+    def _finder(self, checkpoint: int) -> Callable[[int], bool]:
+        """Says whether a chunk is there; in lockstep by what the first rank finds now."""
+        if not self.team.lockstep:
+            return lambda chunk: self._is_found(checkpoint, chunk)
+        found: list[int] = []
+        with self.team.between():
+            if self.team.rank == 0:
+                found = [chunk for chunk in self.folder.chunks(checkpoint) if self._is_found(checkpoint, chunk)]
+        return set(self.team.of_first(found)).__contains__
 
     def _is_found(self, checkpoint: int, chunk: int) -> bool:
         if not self.folder.has(checkpoint, chunk):
@@ -270,7 +276,7 @@ class _Making:
         """Write what there is: all ranks hear of it if the one that keeps what all have made cannot."""
         if self.number is None or not self.parts:
             return
-        with self.builder.team.together() if self.builder.team.lockstep else nullcontext():
+        with self.builder.team.between():
             if self.builder.team.keeps:
                 self._write()
         self._forget()

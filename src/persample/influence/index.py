@@ -173,7 +173,7 @@ class Index:
     def _add_sampled(self, curvature: Curvature, loader: Any, fn: Any, team: Team, show: bool | None) -> None:
         loaders.check_order(loader)
         with shown("fit", loaders.length(loader), show, first=team.rank == 0) as bar:
-            for number, batch in loaders.batches(loader, team.takes):
+            for number, batch in team.batches(loader, team.takes):
                 rows = self.subject.rows(batch, seed=number + 1, losses_fn=drawing(fn, number))
                 if team.keeps:
                     curvature.add(rows.blocks)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..distributed import Ranks
+from . import loaders
+from .store.fingerprints import of_batch
 
 
 class Team:
@@ -50,18 +54,37 @@ class Team:
         """Does this rank keep what it has made?"""
         return self.rank == 0 or not self.lockstep
 
-    def by_first(self, ask: Callable[[], bool]) -> bool:
-        """What the first rank finds, in all of them; if it fails, all do."""
+    def of_first(self, numbers: list[int]) -> list[int]:
+        """The first rank's numbers, in all of them."""
         if self.ranks is None:
-            return ask()
-        found = 2
-        try:
-            found = int(ask()) if self.rank == 0 else 0
-        finally:
-            found = int.from_bytes(self.ranks.first(bytes([found]), torch.device("cpu")))
-        if found == 2:
-            raise RuntimeError("the first process of this build has failed; its own error says why")
-        return bool(found)
+            return numbers
+        found: list[int] = json.loads(self.ranks.first(json.dumps(numbers).encode(), torch.device("cpu")))
+        return found
+
+    def batches(self, loader: Any, wanted: Callable[[int], bool]) -> Iterator[tuple[int, Any]]:
+        """`loaders.batches`; in lockstep all ranks have the same one before the model of any of them sees it."""
+        found = loaders.batches(loader, wanted)
+        while True:
+            with self.between():
+                each = next(found, None)
+            self._check_same(each)
+            if each is None:
+                return
+            yield each
+
+    def first_batch(self, loader: Any, place: int = 0) -> Any:
+        """`loaders.first_batch`, of which in lockstep all ranks have the same."""
+        return next((batch for _, batch in self.batches(loader, lambda number: number == place)), None)
+
+    def _check_same(self, each: tuple[int, Any] | None) -> None:
+        if self.ranks is None or not self.lockstep:
+            return
+        mine = [-1, 0] if each is None else [each[0], int(of_batch(each[1])[:15], 16)]
+        if any(theirs != mine for theirs in self.ranks.each(mine, torch.device("cpu"))):
+            raise ValueError(
+                "the processes have different batches: each holds a part of the model, and all go through the same "
+                "data together. Pass every process the same loader, with all of the data"
+            )
 
     def add_up(self, sums: Mapping[str, Tensor]) -> None:
         """Put the sum over ranks into each tensor."""
@@ -76,6 +99,18 @@ class Team:
     def total(self, number: int) -> int:
         """The sum of every rank's numbers."""
         return number if self.ranks is None else self.ranks.count([number], torch.device("cpu"))[0]
+
+    def apart(self) -> AbstractContextManager[None]:
+        """`together` for a block in which every rank computes alone.
+
+        In lockstep nobody waits at its end: a rank that fails while the model computes ends, and so do others, which
+        wait for it there. If it waited for them, none would ever hear of the error.
+        """
+        return nullcontext() if self.lockstep else self.together()
+
+    def between(self) -> AbstractContextManager[None]:
+        """`together` for what is done in lockstep while the model does not compute; elsewhere, part of `apart`."""
+        return self.together() if self.lockstep else nullcontext()
 
     @contextmanager
     def together(self) -> Iterator[None]:

@@ -186,6 +186,11 @@ class Folder:
         """Is a chunk there?"""
         return self.file(checkpoint, number).exists()
 
+    def chunks(self, checkpoint: int) -> list[int]:
+        """The numbers of those that are there."""
+        names = [path.stem for path in self.path.glob(f"chunks/{checkpoint:02d}-*.safetensors")]
+        return sorted(int(name.split("-")[1]) for name in names if name.split("-")[1].isdigit())
+
     def write(self, checkpoint: int, number: int, chunk: Chunk, data: Sequence[str], samples: int) -> None:
         """Write a chunk, with the fingerprints of its batches."""
         tensors = chunk.tensors()
