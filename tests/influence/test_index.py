@@ -349,11 +349,15 @@ def test_check_of_checkpoints_and_of_regions_that_can_be_gone_through_once(tmp_p
 
     index = pi.Index(tmp_path / "reentrant", model_of(), checkpointed).build(DATA)
     assert index.check(DATA[0]).worst < 1e-6
-    compiled = torch.compile(model_of(), backend="aot_eager")
-    assert isinstance(compiled, nn.Module)
-    index = pi.Index(tmp_path / "compiled", compiled, losses_fn).build(DATA)
-    with pytest.raises(ps.UnsupportedError, match=r"use the model without torch\.compile"):
-        index.check(DATA[0])
+    torch._dynamo.reset()  # Dynamo keeps what other tests have compiled, with other settings
+    try:
+        compiled = torch.compile(model_of(), backend="aot_eager")
+        assert isinstance(compiled, nn.Module)
+        index = pi.Index(tmp_path / "compiled", compiled, losses_fn).build(DATA)
+        with pytest.raises(ps.UnsupportedError, match=r"use the model without torch\.compile"):
+            index.check(DATA[0])
+    finally:
+        torch._dynamo.reset()
 
 
 def test_a_data_parallel_model_is_the_model_itself(tmp_path: Path) -> None:
